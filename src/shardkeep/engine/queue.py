@@ -1,9 +1,8 @@
 """
 Asynchronous saves: the handle a caller holds, and the queue that runs saves on background threads.
 
-A failure that the caller never retrieves is logged once, when it happens, and raised by the next save or by `finish_saves`. If
-it is not, a line at exit names the save. The save whose call raises it runs all the same: other ranks may not know of the
-failure yet, or may have retrieved it.
+A failure that the caller never retrieves is logged once, and raised by the next save or by `finish_saves`; if it is
+not, a line at exit names the save. The save whose call raises it runs all the same: other ranks may not know of it.
 """
 
 from __future__ import annotations
@@ -81,7 +80,6 @@ class Staged:
         _wait(timeout, self._future, "the state was not copied", self._process_id).result()
 
     def wait_without_raising(self) -> None:
-        """Wait until the state may be changed; a failure stays in the handle."""
         wait([self._future])
 
 
@@ -89,7 +87,6 @@ class SaveHandle(Generic[T]):
     """A save that runs in the background. Retrieve its outcome here, or the next save raises its failure."""
 
     def __init__(self, where: str) -> None:
-        """Make the handle of a save to this place."""
         self.where = where
         self.staged = Staged()
         """When the state may be changed."""
@@ -129,7 +126,6 @@ class SaveHandle(Generic[T]):
         return self._ended(timeout).exception()
 
     def outcome(self) -> BaseException | None:
-        """Wait, and return the failure, or None, without marking it as retrieved."""
         return _wait(None, self._future, "the save is not complete", self._process_id).exception()
 
     def _ended(self, timeout: float | None) -> Future[T]:
@@ -168,8 +164,6 @@ class SaveHandle(Generic[T]):
             self.result()
         else:  # the error of the block matters more than how the save ended
             self._future.exception()
-
-    # -- called by the save ------------------------------------------------------------------------------------
 
     def outcome_to(self, future: Future[T]) -> None:
         """Set how the save ended in another future, too."""
@@ -263,7 +257,6 @@ class SaveQueue:
             pending[0].outcome()
 
     def pending(self) -> list[SaveHandle[Any]]:
-        """Return the saves that have not ended, oldest first."""
         self._begun = [each for each in self._begun if not each.done()]
         return self._begun
 
@@ -363,11 +356,7 @@ def _log_abandoned(saves: Sequence[SaveHandle[Any]]) -> None:
 
 
 def drop_frames(error: BaseException) -> None:
-    """
-    Clear the frames that an exception passed through: they hold the state, and exceptions are kept.
-
-    Exceptions inside a CheckpointException lose their whole traceback, as its text already contains it.
-    """
+    """Clear the frames of an exception, which hold the state; those in a CheckpointException go: its text has them."""
     todo: list[tuple[BaseException | None, bool]] = [(error, False)]
     seen: set[int] = set()
     while todo:
@@ -391,4 +380,3 @@ def lower_priority(niceness: int = _NICENESS) -> None:
 
 
 pending_saves = per_process(SaveQueue)
-"""Returns the queue of `sk.async_save` in this process."""

@@ -1,14 +1,12 @@
 """
 The read pipeline: blocks are read straight into place or into a buffer, verified, and copied where they belong.
 
-A `Source` is an opened checkpoint of any layout: a store, a list of files, and an index that says at which byte of which
-file each chunk lies. `read_files` executes planned reads of such files on a few threads. Only a few files are open at a
-time, each from its first read to its last. Memory beyond the destination is one window per thread. A file whose size or
-header does not match the commit record is not read any further.
+`read_files` executes planned reads of a `Source` on a few threads. Only a few files are open at a time, each from its
+first read to its last. Memory beyond the destination is one window per thread. A file whose size or header does not
+match the commit record is not read any further.
 
-Damage in the files of a checkpoint is found by reading every byte, with or without its keys. The stored form of coded files has
-digests of its own, so an encrypted checkpoint can be verified without the key. What that cannot detect is a file that was
-replaced together with its digests.
+Damage is found by reading every byte. The stored form of coded files has digests of its own, so an encrypted checkpoint
+can be verified without the key; but not that a file was replaced together with its digests.
 """
 
 from __future__ import annotations
@@ -63,8 +61,6 @@ DigestCache = dict[FileEntry, bytes]
 
 
 class DataFiles(NamedTuple):
-    """The files of a checkpoint, as `read_files` reads them."""
-
     store: ReadableStore
     entries: Sequence[FileEntry]
     keys_at: KeysAt
@@ -74,7 +70,7 @@ class DataFiles(NamedTuple):
 @dataclass(frozen=True)
 class Source:
     """
-    An opened checkpoint: where its bytes are and what they mean. `engine.fill` reads tensors from it.
+    An opened checkpoint of any layout: a store, a list of files, and an index that says where in them each chunk lies.
 
     This class is the native layout; subclasses override what is different in theirs.
     """
@@ -83,7 +79,6 @@ class Source:
     record: Record
     index: Index
     digests: DigestCache = field(default_factory=dict)
-    """Digests verified so far."""
 
     aligned: ClassVar[bool] = True
     """Whether every chunk begins at a multiple of its element size."""
@@ -98,9 +93,7 @@ class Source:
         return None
 
     def check(self, tensors: boxes.IntArray) -> None:
-        """
-        Check that these tensors, none of which are tied, are stored in files of the right size, before memory is allocated.
-        """
+        """Check, before memory is allocated, that these tensors, none of them tied, are in files of the right size."""
         index, sizes = self.index, data_sizes(self.record)
         check_tensors(index, tensors, sizes, aligned=self.aligned)
         files = np.unique(index.chunks.file[boxes.concat_ranges(*chunk_rows(index, tensors))]).tolist()
@@ -112,7 +105,6 @@ class Source:
             _open_or_explain(self.store, self.record.files[file], self.digests)[0].close()
 
     def check_index(self, tensors: boxes.IntArray) -> None:
-        """Check that what the index says of these tensors is consistent."""
         self.index.check_parts()
         check_tensors(self.index, tensors, data_sizes(self.record), aligned=self.aligned)
 
@@ -121,7 +113,6 @@ class Source:
         return DataFiles(self.store, self.record.files, self.keys_at, self.digests)
 
     def keys_at(self, file: int, at: int, end: int) -> str:
-        """Name the tensors in a byte range of a file's data; used only to explain damage."""
         index = self.index
         ends = np.asarray(index.chunk_ends, np.int64)
         counts = ends - boxes.segment_starts(ends)
@@ -132,11 +123,7 @@ class Source:
         return list_keys(index.keys.raw(row).decode() for row in np.unique(tensor[hit]).tolist())
 
     def damage_by_form(self, file: int, uncompared: set[int]) -> Iterator[CheckpointError] | None:
-        """
-        Find damage in a file without digests, by what its form can show.
-
-        Adds the file to `uncompared` if some of its bytes have no checksum. None: the whole file has yet to be read.
-        """
+        """Find damage by a file's form; None: read all of it. `uncompared` gets files with bytes without checksums."""
         uncompared.add(file)
         return None
 
@@ -149,11 +136,8 @@ class Source:
 
 
 class FoundCheckpoint(NamedTuple):
-    """A checkpoint that exists, of any layout."""
-
     record: Record
     open: Callable[[Options], Source]
-    """Opens it, without reading again what was read to find it."""
 
 
 def list_keys(keys: Iterable[str]) -> str:
@@ -191,7 +175,6 @@ def open_checked(
 
 
 def _read_digests(store: ReadableStore, entry: FileEntry, reader: base.BlobReader) -> bytes:
-    """Return the digests of all blocks of a file, from its verified header or from its sidecar file."""
     blocks = data_file.count_blocks(entry.data_nbytes, entry.block_nbytes)
     sidecar = None if entry.blocks is None else read_sidecar(store, entry, blocks)
     chain = reader.chain if isinstance(reader, FrameReader) else None
@@ -257,8 +240,6 @@ def explain_missing(store: ReadableStore, name: str) -> WrongSize:
 
 @dataclass
 class _OpenFile:
-    """A file that is opened before its first read, and closed after its last."""
-
     reads: FileReads
     entry: FileEntry
     reads_left: int
@@ -268,7 +249,6 @@ class _OpenFile:
 
 
 _Task = tuple[_OpenFile, Read, bool]
-"""A read of a file, and whether it is being read into the page cache."""
 
 
 def read_files(
@@ -283,9 +263,9 @@ def read_files(
     scope: CancelScope | None = None,
 ) -> int:
     """
-    Execute all reads and return the number of bytes read. `scattered` has the memory of each scatter's destination. Damaged
-    blocks raise an error or, if `damaged` is given, are added to it. `keep_cached`: other processes of this machine may want
-    the same bytes, so they are read through the page cache where there is memory for that. `scope`: as for `run_workers`.
+    Execute all reads and return the number of bytes read. `scattered` has the memory of each scatter's destination.
+    Damaged blocks raise an error or are added to `damaged`. `keep_cached`: other processes of this machine may want the
+    same bytes, so they are read through the page cache where there is memory for that.
     """
     copies, store = Copies(scattered), files.store
     opened = [_OpenFile(plan, files.entries[plan.file], len(plan.reads)) for plan in plans]
@@ -388,7 +368,6 @@ def _bad_blocks(entry: FileEntry, digests: memoryview, start: int, window: memor
 
 
 def adjacent_blocks(blocks: Iterable[int]) -> list[range]:
-    """Join consecutive block numbers into ranges."""
     numbers = np.array(sorted(blocks), np.int64)
     runs = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
     return [range(int(run[0]), int(run[-1]) + 1) for run in runs if len(run)]
@@ -408,16 +387,13 @@ def damage_of(
 
 
 class Copies:
-    """
-    Copies parts of windows to where they belong; shared by all threads of a read. In files of other programs an element may
-    lie in two windows: its bytes are kept until all of them have arrived.
-    """
+    """Copies parts of windows to where they belong; shared by all threads of a read."""
 
     def __init__(self, scattered: Mapping[int, Scattered]) -> None:
         self._scattered = scattered
         self._lock = threading.Lock()
         self._cut: dict[tuple[Scatter, int], dict[int, bytes]] = {}
-        """Parts of elements that lie in more than one window, by where in the element they begin."""
+        """Parts of elements in several windows, as in files of other programs, by where in the element they begin."""
 
     def copy(self, reads: FileReads, read: Read, window: memoryview) -> None:
         """Copy everything that is wanted of a window. The window may be reused when this returns."""
@@ -471,7 +447,6 @@ class Copies:
 
 
 def _copy_elements(scatter: Scatter, first: int, last: int, data: memoryview, target: Scattered) -> None:
-    """Copy the wanted ones of these elements of a chunk."""
     at = 0
     for box in boxes.flat_range_to_boxes(scatter.shape, first, last):
         nbytes = box.volume * scatter.itemsize
@@ -518,12 +493,7 @@ def _few(file: Blob, errors: Sequence[CheckpointError]) -> Iterator[CheckpointEr
 def stored_damage(
     store: ReadableStore, record: Record, *, deep: bool, threads: int, window_nbytes: int
 ) -> Iterator[CheckpointError]:
-    """
-    Yield the damage in the files of a native checkpoint whose keys are not available.
-
-    With `deep` every byte is read, else only sizes, tables and headers. `threads` are divided over files, and over the
-    parts of large files.
-    """
+    """Yield damage in files whose keys are not available; unless `deep`, of sizes, tables and headers only."""
     blobs = [blob for blob in (record.index, *record.files) if blob.chain is not None or isinstance(blob, FileEntry)]
     # Of coded files, only the stored form can be verified, which has digests of its own.
     entries = [

@@ -1,11 +1,8 @@
 """
 What a save or a load reports: timed phases, events, the report that is returned, and one log line on rank 0.
 
-Nothing here changes how the call ends.
-
-Each rank times its phases with a monotonic clock and sends them to rank 0 at the end of its work. Clocks of machines differ,
-so a rank counts from a moment that all have in common: when rank 0's answer to a rendezvous reached it. Rank 0 converts
-that to its own time; the error is what an answer takes to arrive, which is milliseconds.
+Clocks of machines differ, so a rank counts from a moment that all have in common: when rank 0's answer to a rendezvous
+reached it. Rank 0 converts that to its own time; the error is what an answer takes to arrive, which is milliseconds.
 """
 
 from __future__ import annotations
@@ -43,17 +40,13 @@ def unlogged(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 class Phases:
-    """The phases of one call on this rank."""
-
     def __init__(self) -> None:
         self.called_s = time.perf_counter()
-        """When the call was made."""
         # Several threads append to it, which is atomic.
         self._spans: list[Span] = []
 
     @property
     def spans(self) -> list[Span]:
-        """The phases of this rank so far, in order."""
         return sorted(self._spans, key=lambda span: span.begin_s)
 
     def now(self) -> float:
@@ -134,8 +127,6 @@ def find_slowest(ranks: list[RankPhases], work: tuple[str, ...]) -> Slowest | No
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CallReport(OneLine):
-    """What saves and loads have in common."""
-
     where: str
     save_id: str
     step: int | None
@@ -223,8 +214,6 @@ def _amount(tensors: int, nbytes: int, seconds: float) -> str:
 
 
 class _CallEvents:
-    """The events of one call."""
-
     _began: type[Event]
     _failed: type[Event]
 
@@ -277,8 +266,6 @@ class _CallEvents:
 
 
 class SaveEvents(_CallEvents):
-    """The events of one save."""
-
     _began, _failed = events.SaveBegan, events.SaveFailed
     _next_progress_s = 0.0
 
@@ -308,8 +295,6 @@ class SaveEvents(_CallEvents):
 
 
 class LoadEvents(_CallEvents):
-    """The events of one load."""
-
     _began, _failed = events.LoadBegan, events.LoadFailed
 
     def finished(self, loaded: LoadReport) -> None:

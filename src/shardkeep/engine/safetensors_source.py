@@ -1,12 +1,12 @@
 """
-Safetensors files, of any program, as a `Source`; and which tensors a set of such files holds.
+Safetensors files, of any program, as a `Source`, and which tensors a set of them holds. Nothing here imports torch.
 
-The catalog is made of headers alone. Files of different saves, shards that overlap or leave a hole, and shards of one tensor
-with different dtypes are errors that name the files; torch reads such a set as if it were complete.
+Files of different saves, shards that overlap or leave a hole, and shards of one tensor with different dtypes are errors
+that name the files; torch reads such a set as if it were complete.
 
-Which files count is what Hugging Face's index file says. Without one, `model.safetensors` alone if it exists, as in
-transformers (other files beside it are adapters and the like), else all of them. The files have no digests, so what is read is
-checked only against the headers: sizes, ranges, and whether all shards are there. Nothing here imports torch.
+Hugging Face's index file says which files count. Without one, `model.safetensors` alone if it exists, as in
+transformers (other files beside it are adapters and the like), else all of them. There are no digests, so what is read
+is checked only against the headers: sizes, ranges, and whether all shards are there.
 """
 
 from __future__ import annotations
@@ -51,11 +51,8 @@ _MOST_INDEX_NBYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class CatalogChunk:
-    """A box of a tensor that lies in one file."""
-
     path: str
     start: int
-    """Where its bytes begin in the file."""
     box: Box
 
 
@@ -72,7 +69,6 @@ TensorCatalog = dict[str, CatalogEntry]
 
 
 def read_catalog(folder: ModelDirectory, *, threads: int) -> TensorCatalog:
-    """Return what a directory holds. If it has an index file, that says which files count, and which file has a tensor."""
     if not folder.files and folder.index is None:
         raise errors.MalformedFile.of(folder.path, "there are no safetensors files")
     if folder.index is None:
@@ -231,8 +227,6 @@ FORMAT = "safetensors"
 
 @dataclass(frozen=True, kw_only=True)
 class SafetensorsSource(Source):
-    """Opened safetensors files, of any program."""
-
     seen: Mapping[str, layout.SafetensorsFile]
     """Headers as they were when the files were opened, by the file's name."""
 
@@ -252,11 +246,7 @@ class SafetensorsSource(Source):
 
 
 def find_safetensors(store: Store) -> FoundCheckpoint | None:
-    """
-    Find safetensors files that are a checkpoint by themselves; None if there are none.
-
-    Data files of a native save that was never committed do not count.
-    """
+    """Find safetensors files that are a checkpoint by themselves; those of an uncommitted native save are not."""
     folder = _folder(store)
     if folder is None:
         return None

@@ -1,13 +1,8 @@
 """
-A save on one rank, step by step; the same steps whether the caller waits for it or not.
+A save on one rank, step by step: describe, plan, write, commit; the same steps whether the caller waits for it or not.
 
-    describe    what this rank holds, as columns; ranks communicate only if objects in the state differ or communicate
-    plan        every rank sends its manifest to rank 0, and gets its write plan
-    write       every rank writes its files
-    commit      every rank hands its files over, and rank 0 publishes them
-
-A failure in any step, on any rank, is raised on all of them. What was written is removed, and a checkpoint that was there
-before stays as it was.
+A failure in any step, on any rank, is raised on all of them. What was written is removed, and a checkpoint that was
+there before stays as it was.
 """
 
 from __future__ import annotations
@@ -44,8 +39,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SaveArguments:
-    """What a caller asks for: the arguments of `sk.save`."""
-
     where: str | os.PathLike[str] | Store
     step: int | None = None
     meta: Mapping[str, Any] | None = None
@@ -65,16 +58,12 @@ Labels = tuple[int | None, dict[str, Any]]
 
 @dataclass(frozen=True)
 class DescribedState:
-    """What this rank holds."""
-
     description: Description
     manifest: RankManifest
-    """The same as columns, which rank 0 plans from."""
     samples: Callable[[], bytes] = bytes
     """Waits until accelerators have read the manifest's samples, and returns them."""
     labels: Labels = (None, {})
     optimizers: Sequence[Optimizer] = ()
-    """The optimizers that are in the state as objects."""
     items: Sequence[Any] = ()
     """Values that are written as items of their own, in layouts that have such."""
 
@@ -101,22 +90,19 @@ class CommittedSave(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class RankFiles:
-    """The files that a rank writes."""
-
     jobs: list[FileJob]
     written: Callable[[], WrittenFiles]
-    """Completes the files, when their bytes are written."""
     codecs: FileCodecs | None = None
 
 
 class SaveLayout(Protocol):
     """
-    How a save is described, planned and committed in one layout. `plan`, `check_written`, `commit` and `tidy` are rank 0's part, in
-    this order; `withdraw` follows a failure. A layout that derives from this need not have the steps that have a body here.
+    How a save is described, planned and committed in one layout. `plan`, `check_written`, `commit` and `tidy` are rank
+    0's part, in this order; `withdraw` follows a failure. A layout that derives from this need not have the steps that
+    have a body here.
     """
 
     def claimed(self) -> contextlib.AbstractContextManager[None]:
-        """Count the save as running."""
         return contextlib.nullcontext()
 
     def describer(self, ranks: Rendezvous, phases: Phases, state: Any) -> Callable[[], DescribedState]:
@@ -140,7 +126,6 @@ class SaveLayout(Protocol):
         """Return the files that this rank writes, given rank 0's plan for it."""
 
     def check_written(self, written: list[WrittenFiles]) -> None:  # noqa: ARG002 - for layouts
-        """Check that the files of all ranks are there."""
         return
 
     def commit(self, planned: Any, written: list[WrittenFiles], labels: Labels) -> CommittedSave:
@@ -169,7 +154,6 @@ class PlanRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a rank sends to be planned: its manifest in parts, of which rank 0 may have some."""
 
     digest: bytes
-    """Of the common part."""
     values: bytes
     samples: bytes
     plan_id: bytes = b""
@@ -177,7 +161,6 @@ class PlanRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     common: bytes = b""
     """What ranks may have in common (`common_part`). If it is long, only one of them sends it, when rank 0 asks for it."""
     own: bytes | None = None
-    """Its boxes, compressed."""
 
     def manifest(self, common: Mapping[bytes, RankManifest]) -> RankManifest:
         """Return the manifest, of a request that has boxes, given the common parts by digest."""
@@ -188,13 +171,9 @@ class PlanRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @decodable
 class PlanAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Rank 0's answer."""
-
     save_id: str = ""
     plan_id: bytes = b""
-    """The name under which the plan is kept; empty if it is not."""
     body: bytes | None = None
-    """The layout's answer, compressed; None if the kept one counts."""
     incomplete: bool = False
     """Rank 0 needs the boxes of all ranks, and the common parts of these."""
     common_of: list[int] = []
@@ -239,7 +218,6 @@ class _Asked(NamedTuple):
     """What this rank asks rank 0, and what it has kept of an earlier answer."""
 
     request: PlanRequest
-    """With all parts."""
     key: bytes
     kept_answer: bytes
     began_s: float
@@ -247,10 +225,10 @@ class _Asked(NamedTuple):
 
 class KeptPlans:
     """
-    What is kept of the last saves. A state with the same tensors as before is not described to rank 0 again, nor planned.
+    What is kept of the last saves: a state with the same tensors as before is neither described nor planned again.
 
-    Each rank keeps rank 0's answer by the digest of what it answers, and rank 0 keeps the plan. Both know its name. If all
-    ranks ask for the same plan by name, the manifests of none have changed.
+    Each rank keeps rank 0's answer by the digest of what it answers, and rank 0 keeps the plan, both with its name. If
+    all ranks ask for the same plan by name, the manifests of none have changed.
     """
 
     _MOST_ANSWERS = 8
@@ -264,7 +242,6 @@ class KeptPlans:
         self.answers: dict[bytes, tuple[bytes, bytes]] = {}
         """The name of a plan and rank 0's answer, by the digest of the manifest."""
         self.plans: dict[bytes, KeptPlan] = {}
-        """By name."""
 
     def keep_answer(self, key: bytes, plan_id: bytes, answer: bytes) -> None:
         _keep(self.answers, key, (plan_id, answer), self._MOST_ANSWERS)
@@ -286,7 +263,6 @@ class KeptPlans:
 
 
 def _keep(kept: dict[bytes, T], key: bytes, value: T, most: int) -> None:
-    """Keep a value, and no more than `most`: the oldest go."""
     kept.pop(key, None)
     for oldest in list(kept)[: len(kept) + 1 - most]:
         kept.pop(oldest, None)  # another thread may have
@@ -294,7 +270,6 @@ def _keep(kept: dict[bytes, T], key: bytes, value: T, most: int) -> None:
 
 
 kept_plans = per_process(KeptPlans)
-"""Returns the plans of this process, until `finish_saves`."""
 
 
 class SaveSession:
@@ -462,11 +437,8 @@ class SaveSession:
         staging: str = "",
         lost_s: float | None = None,
     ) -> SaveReport:
-        """
-        Start to read this rank's files into the page cache, and report the save.
-
-        `running` must end before, because the disk would read these files while the deletion of the claim is synced to it.
-        """
+        """Report the save, and start to read this rank's files into the page cache."""
+        # After `running`: the disk would read these files while the deletion of the claim is synced to it.
         at_rest = _at_rest(written.own)
         stored_nbytes = sum(at_rest.values())
         cached = self.options.keep_cached and keep_cached(self.store, list(at_rest), stored_nbytes)
@@ -493,5 +465,4 @@ class SaveSession:
 
 
 def _at_rest(files: Sequence[FileEntry]) -> dict[str, int]:
-    """Return the sizes of files in the store, by name."""
     return dict(each for entry in files for each in entry.at_rest)

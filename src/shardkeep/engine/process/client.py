@@ -1,9 +1,8 @@
 """
 The training process's side of the process that writes: shared memory, requests, and the manager that keeps the process.
 
-The writer process hashes and writes windows of files. A request says where in shared memory the bytes of a window are: what
-the save copied in its call already lies there; everything else (from accelerators, or not contiguous) is staged into shared
-windows first. The process is kept for later saves, and replaced when it has died.
+A request says where in shared memory the bytes of a window are: what the save copied in its call already lies there,
+all else is staged into shared windows first. The process is kept for later saves, and replaced when it has died.
 """
 
 from __future__ import annotations
@@ -126,10 +125,7 @@ def _spawn(memory: int, sockets: Sequence[socket.socket]) -> subprocess.Popen[by
 
 
 class Region(NamedTuple):
-    """A part of the shared memory."""
-
     address: int
-    """In this process."""
     nbytes: int
     offset: int
     """In the memory file."""
@@ -153,7 +149,6 @@ class SharedMemory:
         except OSError:  # an older kernel, without that flag
             self.fd = os.memfd_create("shardkeep", os.MFD_CLOEXEC)
         self.close = weakref.finalize(self, os.close, self.fd)
-        """Closes the memory file; buffers stay valid."""
         self._end = 0
         self._regions: list[Region] = []
         self._freed: deque[Region] = deque()
@@ -189,7 +184,6 @@ class SharedMemory:
         return region.offset, region.nbytes, inside.tobytes(), sizes.astype(np.int64).tobytes()
 
     def locate_window(self, window: Window) -> SharedRuns | None:
-        """Return where the bytes of a window are, if all of them are in one region."""
         job, rows, addresses = window.job, window.rows, window.addresses
         if not addresses.all():
             return None
@@ -207,8 +201,6 @@ class SharedMemory:
 
 
 class _ProcessFile:
-    """A file that the writer process writes."""
-
     def __init__(self, session: WriterSession, job: FileJob, codecs: FileCodecs | None, room_nbytes: int) -> None:
         self._session = session
         self._nbytes = job.nbytes
@@ -260,12 +252,10 @@ class WriterSession:
     process: WriterProcess
     shared: SharedMemory
     store: Store
-    """Where files go, as this process has it."""
     spec: StoreSpec
     """As the writer process opens it."""
     policy: WaitPolicy
     wanted: Callable[[], bool]
-    """Returns whether the save has not been cancelled."""
 
     def budget(self, threads: int, budget_nbytes: int, *, coded: bool) -> WorkerBudget:
         """Return how many requests to make at a time, with which windows, and how much the other process may copy."""
@@ -345,11 +335,7 @@ class WriterManager:
                     self._end()
 
     def memory(self) -> StagingMemory:
-        """
-        Return the memory that is shared with the process, to copy to before there is a session.
-
-        If `end` comes before the session, what was copied here is staged once more.
-        """
+        """Return the memory shared with the process; if `end` comes before the session, it is staged once more."""
         with self._lock:
             return self._shared_memory()[0]
 
@@ -395,4 +381,3 @@ class WriterManager:
 
 
 writer_manager = per_process(WriterManager)
-"""Returns the manager of this process."""

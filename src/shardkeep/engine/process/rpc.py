@@ -1,11 +1,8 @@
 """
-A child process that answers requests: started, asked with a deadline, watched, and ended.
+A child process that answers requests (`sk.async_save(writer="process")`, `dcp.async_save`), each with a deadline.
 
-`ChildProcess` does not know what is asked. `sk.async_save(writer="process")` sends it msgpack (`process.client`);
-`dcp.async_save` in a process sends it pickles and the file descriptors of shared memory.
-
-A process that is stopped, or whose disk hangs, neither answers nor reads what it is sent. So every wait ends: when the process
-dies, when its deadline has passed, or when the save it works for was cancelled.
+A process that is stopped, or whose disk hangs, neither answers nor reads what it is sent. So every wait ends: when the
+process dies, when its deadline has passed, or when the save it works for was cancelled.
 """
 
 from __future__ import annotations
@@ -52,10 +49,7 @@ class WaitPolicy:
     cancelled_s: float = CANCELLED_S
     """How long at least, before the process is ended because the save was cancelled."""
     abandoned: Callable[[], bool] = lambda: False
-    """
-    Returns whether no save needs the process any more. It is called until it returns True; the process is then ended, and no
-    save may start to use it.
-    """
+    """Returns whether no save needs the process. After True it is ended, and no save may begin to use it."""
 
 
 class NoReply(Exception):
@@ -63,8 +57,6 @@ class NoReply(Exception):
 
 
 class ReplyDeadline:
-    """The deadline of one thread that waits for a reply."""
-
     def __init__(self, policy: WaitPolicy, *, more_s: float = 0.0) -> None:
         self._policy = policy
         self._most_s = policy.timeout_s + more_s
@@ -160,7 +152,6 @@ class ChildKind:
     error: type[CheckpointError]
     """Raised when it cannot be started, dies, or does not answer."""
     if_not_started: str
-    """Hints."""
     if_dead: str
     if_silent: str
 
@@ -176,17 +167,11 @@ class ChildProcess:
         kind: ChildKind,
         started_errors: Any = OSError,
     ) -> None:
-        """
-        Start the process, which answers `pipes` requests at a time.
-
-        `spawn` starts it with the child's ends of the sockets: first that of `notify`, then the pipes. If it raises one of
-        `started_errors`, an error of `kind` is raised.
-        """
+        """`spawn` starts the process with its ends of the sockets: first that of `notify`, then the pipes."""
         self._owner = os.getpid()
         self._kind = kind
         self._lock = threading.Lock()
         self._died: tuple[str, str] | None = None
-        """How it died, and a hint."""
         self._answered = time.monotonic()
         self._longest_more_s = 0.0
         pairs: list[tuple[socket.socket, socket.socket]] = []
@@ -221,7 +206,6 @@ class ChildProcess:
 
     @property
     def pipes(self) -> int:
-        """How many requests it answers at a time."""
         return len(self._pipes)
 
     def alive(self) -> bool:
@@ -284,7 +268,6 @@ class ChildProcess:
             return self._error(*self._died)
 
     def _end(self, why: str, hint: str) -> CheckpointError:
-        """End the process if it has not ended, and return the error to raise."""
         with self._lock:
             if self._died is None:
                 self._died = why, hint  # first: whatever happens here, the process is not used again

@@ -1,13 +1,12 @@
 """
 The writer process: it hashes and writes bytes that the training process shares with it.
 
-It imports neither torch nor the training program, and imports the client library of an object store only when a save needs
-it. It runs at a low CPU priority, from which Linux derives the priority for the disk. Each pipe is served by a thread of its
-own. It ends only with the training process: it ignores the signals that a scheduler sends to all processes of a job, so that
-the training process can save once more.
+It imports neither torch nor the training program, and the client library of an object store only when a save needs it.
+Its CPU priority is low, and Linux derives that for the disk from it. It ignores the signals that a scheduler sends to
+all processes of a job, and ends only with the training process, so that this can save once more.
 
-Each request has one reply, on the pipe it came from. Tensor bytes are not sent: they lie in memory that both processes see.
-Notices have no reply, and come on a socket of their own, because all pipes may be in use.
+Each request has one reply, on the pipe it came from; each pipe has a thread. Tensor bytes lie in memory that both
+processes see. Notices have no reply, and come on a socket of their own, because all pipes may be in use.
 """
 
 from __future__ import annotations
@@ -58,8 +57,6 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class FileCodecSpec(msgspec.Struct, frozen=True):
-    """The codecs of a file."""
-
     recorded: Recorded
     data_keys: dict[str, str]
     """Data keys by their wrapped form, because this process cannot ask the user for keys."""
@@ -88,12 +85,9 @@ class WriteRuns(msgspec.Struct, frozen=True, tag=True):
     """In the file."""
     block_nbytes: int
     region: int
-    """Where in the shared memory the region of the runs begins."""
     region_nbytes: int
     starts: bytes
-    """Where in the region each run begins; int64."""
     sizes: bytes
-    """Of each run; int64."""
 
 
 class WriteBytes(msgspec.Struct, frozen=True, tag=True):
@@ -123,8 +117,6 @@ WriterRequest = CreateFile | WriteRuns | WriteBytes | FinishFile | AbandonFile
 
 @decodable
 class WriterReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a request."""
-
     file: int = 0
     digests: bytes = b""
     seal: Seal | None = None
@@ -132,12 +124,8 @@ class WriterReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def map_shared(fd: int, offset: int, nbytes: int, *, owned: bool) -> memoryview:
-    """
-    Map whole pages of a memory file, until the last view of them is gone.
-
-    Python's own `mmap` would hold a file descriptor for each mapping. Pages that are `owned` may be written to, and their memory
-    is freed with them; others are read-only.
-    """
+    """Map whole pages of a memory file until their last view is gone; `owned` ones are writable, and freed with it."""
+    # Python's own `mmap` would hold a file descriptor for each mapping.
     access = mmap.PROT_READ | mmap.PROT_WRITE if owned else mmap.PROT_READ
     address: int | None = _libc().mmap(None, nbytes, access, mmap.MAP_SHARED, fd, offset)
     if address is None or address == _MAP_FAILED:
@@ -227,8 +215,6 @@ def _cancelling(scope: CancelScope) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _File:
-    """A file that is being written."""
-
     writer: BlobWriter
     seals: dict[str, Seal]
     scope: CancelScope
@@ -236,14 +222,10 @@ class _File:
 
 
 class _ThreadMemory(threading.local):
-    """Memory of each thread."""
-
     view = memoryview(b"")
 
 
 class _Files:
-    """The files that are being written. Used by several threads."""
-
     def __init__(self, memory: int) -> None:
         self._memory = memory
         self._own = _ThreadMemory()
