@@ -28,6 +28,7 @@ from shardkeep.storage.file_systems import FsspecFileSystem, StoreFileSystem
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.storage.resolve import open_place
 from tests.dcp.sides import failure_of, part, quietly
+from tests.exchange.test_stores import names_at
 from tests.toolkit.samples import mesh_of, numbered, seen, spread_out
 
 
@@ -38,10 +39,6 @@ def root(s3_root, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path / "here")
     yield s3_root
     assert list((tmp_path / "here").iterdir()) == []
-
-
-def names_at(where):
-    return [info.name for info in open_place(where).list()]
 
 
 def state_of(k):

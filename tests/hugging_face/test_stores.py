@@ -17,6 +17,7 @@ from shardkeep.layouts import safetensors_publish
 from shardkeep.storage.fsspec import FsspecStore
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.storage.resolve import open_place
+from tests.exchange.test_stores import names_at
 from tests.hugging_face.samples import INDEX, full_state, load, same, save, spread_state
 from tests.protocol.samples import blank, holds, quietly
 from tests.toolkit.samples import numbered
@@ -28,10 +29,6 @@ MAPPING = {"a": 1, "b": 2, "c": 3}
 def any_root(request, monkeypatch, tmp_path, recwarn):
     monkeypatch.setitem(FsspecStore.__init__.__kwdefaults__, "settle_s", 0.0)  # no other writer
     return f"local://{tmp_path}/place" if request.param == "fsspec" else f"memory://{uuid.uuid4().hex}"
-
-
-def names_at(where):
-    return [info.name for info in open_place(where).list()]
 
 
 def tensors_at(where):

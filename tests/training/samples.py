@@ -1,6 +1,5 @@
 """Models, optimizers and comparisons for the tests of training state."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -163,10 +162,3 @@ def differences(ours: Any, theirs: Any, where: str = "") -> list[str]:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-
-
-def quietly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call something of torch's that warns of other parts of torch."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return function(*args, **kwargs)

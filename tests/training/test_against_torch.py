@@ -10,8 +10,9 @@ import torch.distributed.checkpoint.state_dict as theirs
 from torch import nn
 
 import shardkeep.dcp.state_dict as ours
+from tests.protocol.samples import quietly
 from tests.support.rank_pool import RankPool
-from tests.training.samples import OPTIMIZERS, Net, differences, plain, quietly, train
+from tests.training.samples import OPTIMIZERS, Net, differences, plain, train
 from tests.training.wrappers import FOR_FOUR, WRAPPERS
 
 FEWER = (*FOR_FOUR, "checkpointed_fsdp2")

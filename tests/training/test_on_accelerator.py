@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import shardkeep.dcp.state_dict as ours
+from tests.protocol.samples import quietly
 from tests.support.rank_pool import RankPool
-from tests.training.samples import Net, differences, plain, quietly, train
+from tests.training.samples import Net, differences, plain, train
 
 pytestmark = pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
 

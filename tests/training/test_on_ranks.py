@@ -23,8 +23,9 @@ from shardkeep.dcp.state_dict import (
 )
 from shardkeep.errors import CheckpointError
 from shardkeep.state.names import get_fqns, live_state, parameter_names
+from tests.protocol.samples import quietly
 from tests.support.rank_pool import RankPool
-from tests.training.samples import DIM, Block, Net, Rows, adamw, differences, plain, quietly, train
+from tests.training.samples import DIM, Block, Net, Rows, adamw, differences, plain, train
 from tests.training.wrappers import WRAPPERS
 
 WHOLE = StateDictOptions(full_state_dict=True)

@@ -12,7 +12,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.training.samples import Net, quietly
+from tests.protocol.samples import quietly
+from tests.training.samples import Net
 
 
 def _mesh(*shape: int, names: tuple[str, ...] | None = None) -> dist.DeviceMesh:
