@@ -304,7 +304,6 @@ def run(argv: Sequence[str]) -> None:
 
 
 def _stop_waiting() -> None:
-    """Remove the waiting finder of `startup/sitecustomize.py`."""
     sys.meta_path[:] = [each for each in sys.meta_path if not hasattr(each, "awaits")]
 
 

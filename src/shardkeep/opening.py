@@ -318,7 +318,6 @@ class Checkpoint(Mapping[str, Any]):
                 yield exc
 
     def _visible_damage(self, numbers: Sequence[int], *, index: bool) -> Iterator[errors.CheckpointError]:
-        """Yield the damage that index, sizes and headers show."""
         source = self.source
 
         def check(file: FileEntry | None) -> errors.CheckpointError | None:

@@ -30,5 +30,4 @@ def argument(*names: str, **options: Any) -> Argument:
 
 
 def command(*arguments: Argument, examples: str, paged: bool = False) -> Callable[[_Run], Command]:
-    """Make a function the subcommand of its name."""
     return lambda run: Command(run, arguments, examples, paged)

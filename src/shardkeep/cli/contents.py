@@ -28,8 +28,6 @@ _RAW = re.compile(r"u?int[1-7]|bits.*|float4.*")
 
 @dataclass(frozen=True)
 class Chunk:
-    """One stored box of a tensor."""
-
     box: Box
     file: str
     offset: int
@@ -39,8 +37,6 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One key of a checkpoint."""
-
     key: str
     row: int
     dtype: str

@@ -28,7 +28,6 @@ from shardkeep.errors import CheckpointError
 from shardkeep.state import patterns
 
 OnRead = Callable[[int], None]
-"""Called with a number of bytes that were read, from any thread."""
 Style = Literal["bold", "dim", "red", "green", "yellow", "cyan"]
 _CODES: dict[Style, str] = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _MIN_COLUMN_WIDTH = 12
@@ -206,7 +205,6 @@ class Table:
 
     headings: Sequence[str]
     right: Collection[str] = ()
-    """Headings of the right-aligned columns."""
     flexible: str = ""
     """The column that becomes narrower. A text that does not fit is wrapped if this is the last column; otherwise it gets a
     line of its own."""

@@ -189,7 +189,6 @@ def make_plan(run: Run, rules: dict[str, Policy], *, force: bool) -> list[Action
 
 
 def _checked(run: Run, entry: Entry) -> Entry:
-    """Return an entry, marked as damaged if a shallow check finds it so."""
     if not entry.committed:
         return entry
     reason = check_checkpoint(run.path_to(entry.name), deep=False).reason

@@ -217,8 +217,6 @@ class ChangedElement:
 
 @dataclass(frozen=True)
 class TensorChange:
-    """How two tensors, or blocks of them, differ."""
-
     elements: int
     changed: int
     max_abs: float

@@ -33,7 +33,6 @@ class CodecChain:
 
     def __init__(self, recorded: Sequence[base.CodecRecord], codecs: Sequence[base.Codec]) -> None:
         self.recorded = [dict(each) for each in recorded]
-        """The record of each codec, in the order of writing."""
         self._codecs = tuple(codecs)
 
     @classmethod

@@ -234,7 +234,6 @@ def read_table(reader: base.BlobReader, entry: Blob, store: base.ReadableStore) 
 
 
 def _read_tail(read: Callable[[int, int], bytearray], entry: Blob, nbytes: int, stored_nbytes: int) -> bytearray:
-    """Read the last `nbytes` bytes of a blob, or its whole table if that is larger."""
     tail = read(stored_nbytes - nbytes, nbytes)
     with suppress(MalformedFile):  # raised again by `_decode_tail`
         wanted = frames.read_footer(bytes(tail[-frames.FOOTER_NBYTES :]), stored_nbytes=stored_nbytes, where=entry.name)

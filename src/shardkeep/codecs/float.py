@@ -32,7 +32,6 @@ from shardkeep.storage.buffers import PerThread
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[Any]
-"""Unsigned numbers of some width."""
 Counts = npt.NDArray[np.int64]
 
 WIDTHS = (1, 2, 4, 8)
@@ -272,8 +271,6 @@ def _merge(parts: list[Words], into: Words, held: Words) -> None:
 
 
 class FrameStats(NamedTuple):
-    """How to see a frame as words, and what their bytes would take."""
-
     width: int
     rotate: bool
     bits: tuple[float, ...]
@@ -363,8 +360,6 @@ def _logs() -> npt.NDArray[np.float64]:
 
 
 class _Plan(NamedTuple):
-    """How to split frames."""
-
     width: int
     rotate: bool
     coded: tuple[bool, ...]

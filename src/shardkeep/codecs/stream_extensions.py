@@ -88,8 +88,6 @@ class OutputStream(io.RawIOBase):
 
 
 class _Output(io.RawIOBase):
-    """Writes to the last of several streams, each of which writes to the one before."""
-
     def __init__(self, streams: Sequence[Any]) -> None:
         self._streams = streams
 

@@ -40,7 +40,6 @@ class TensorPart:
 
     key: str
     row: int
-    """Of the tensor in the index."""
     box: Box
     dtype: DType
 

@@ -33,7 +33,6 @@ _SHORT = {
 @dataclass(frozen=True)
 class Selection:
     tensors: dict[str, TensorPart]
-    """By their new names."""
     ties: dict[str, str]
     """For tensors that share the memory of another one, which is in `tensors`: the name of that one."""
     values: dict[str, str]
@@ -177,7 +176,6 @@ def selection_contents(chosen: Selection, index: Index) -> tuple[Index, list[int
 
 
 def select_all(index: Index, drop: Patterns) -> Selection:
-    """Select all of a checkpoint but the leaves of these names."""
     tree = decode_tree(index.tree)
     keys = list(leaf_keys(tree))
     if drop is not None:

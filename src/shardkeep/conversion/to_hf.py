@@ -198,7 +198,6 @@ def model_files(folder: safetensors_publish.ModelDirectory) -> list[str]:
 def model_file(
     name: str, tensors: Mapping[str, pipeline.TensorPart], metadata: Mapping[str, str]
 ) -> pipeline.FileParts:
-    """Lay out a safetensors file of these tensors, each aligned to its elements."""
     inorder = sorted(tensors, key=lambda key: -safetensors.alignment_of(tensors[key].nbytes))
     described = {key: (tensors[key].dtype, tensors[key].box.sizes) for key in inorder}
     header = safetensors.build_model_header(

@@ -45,7 +45,6 @@ _Item = tuple[str, memoryview | pipeline.TensorPart]
 def write_torch_layout(
     store: Store, chosen: Selection, source: Source, how: pipeline.WriteArguments
 ) -> pipeline.Written:
-    """Write what was selected of a checkpoint into a place."""
     team, began_s, commit = how.team, time.time(), Commit(store)
 
     def describe() -> tuple[_Described, list[list[_Item]]]:
@@ -123,7 +122,6 @@ class _Described(NamedTuple):
 
 
 def _describe(view: TorchView, source: Source, options: Options) -> tuple[_Described, list[_Item]]:
-    """Describe the new checkpoint, and return all items to write."""
     entries: dict[str, PlainEntry | None] = {}
     items: list[_Item] = []
     for key in view.paths:  # in the order of the state

@@ -89,7 +89,6 @@ class KVMailbox:
             self.put(f"{log}/{self.count(log)}", body)
 
     def entries(self, log: str) -> list[bytes]:
-        """Return what was appended to a log so far."""
         if not self._extended:
             numbers = range(1, self.counted(log) + 1)
             return [body for number in numbers if (body := self.peek(f"{log}/{number}")) is not None]

@@ -478,7 +478,6 @@ class Rendezvous:
         return min(longest_pause_s(self._world.size), self._world.timeout_s / 4)
 
     def _out_of_reach(self, message: RankMessage, lost: StoreUnreachable) -> CheckpointError:
-        """Make the error of a rank that can no longer reach the others."""
         self._cut = not isinstance(lost, _NoAnswer)
         text = f"cannot be reached: {lost}" if self._cut else str(lost)
         others = range(1, self._world.size) if self._world.rank == 0 else [0]

@@ -27,8 +27,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Team:
-    """The ranks that share some work, and what they meet through."""
-
     world: World
     meeting: Rendezvous
 

@@ -96,7 +96,6 @@ class Stripes(NamedTuple):
 
     number: int
     width: int
-    """Elements of a run."""
     steps: tuple[int, int]
     """Elements from the beginning of a run to the beginning of the next, in each of the two memories."""
 
@@ -216,7 +215,6 @@ def clashes(boxes: Sequence[B]) -> list[tuple[B, B]]:
 
 
 def _divided(group: list[B], axis: int) -> list[list[B]]:
-    """Cut a group along an axis wherever no box crosses the cut."""
     parts: list[list[B]] = []
     reach = -1
     for box in sorted(group, key=lambda each: each.offsets[axis]):
@@ -294,7 +292,6 @@ class Boxes(Rows):
 
 
 def widen(matrix: IntArray, axes: int, fill: int) -> IntArray:
-    """Pad a matrix on the right to `axes` columns."""
     if matrix.shape[1] == axes:
         return matrix
     wide = np.full((len(matrix), axes), fill, np.int64)

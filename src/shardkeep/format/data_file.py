@@ -53,8 +53,6 @@ _LARGE_BLOCKS = 128
 
 
 class HeaderEntry(NamedTuple):
-    """One tensor of a data file."""
-
     name: str
     dtype: str
     """As safetensors spells it."""

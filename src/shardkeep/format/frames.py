@@ -31,7 +31,7 @@ FOOTER_NBYTES = _FOOTER.size
 
 @dataclass(frozen=True)
 class FrameTable:
-    """The frames of a blob, sorted by where their plain bytes begin."""
+    """Sorted by where their plain bytes begin."""
 
     start: IntArray
     nbytes: IntArray

@@ -75,7 +75,7 @@ class Tensors(Rows):
 
 @dataclass(frozen=True)
 class Chunks(Boxes):
-    """One row for each stored chunk, sorted by tensor."""
+    """One row a chunk, sorted by tensor."""
 
     file: IntArray
     """Position in the commit record's list of files."""
@@ -247,7 +247,6 @@ def decode_index(data: bytes | memoryview, *, where: str) -> Index:
 
 
 def index_of(section: Mapping[str, npt.NDArray[Any]]) -> Index:
-    """Return the index that these sections make, which is still to be checked."""
     return Index(
         keys=Strings(section["key_ends"], section["keys"].data),
         tensors=Tensors(*(section[name] for name in ("dtype", "ndim", "shape", "origin", "alias"))),
@@ -315,7 +314,6 @@ def _rows_by_key(keys: Strings) -> dict[str, int]:
 
 
 def strings_of(strings: Iterable[bytes]) -> Strings:
-    """Make a column of strings."""
     parts = list(strings)
     return Strings(np.cumsum([len(part) for part in parts], dtype=np.int64), memoryview(b"".join(parts)))
 

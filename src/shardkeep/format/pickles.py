@@ -79,7 +79,6 @@ class NameTable:
         where: str = "the file",
         unknown: dict[str, None] | None = None,
     ) -> None:
-        """Take the arguments of `load_pickle`."""
         self._names = names
         self._others = others
         self._where = where
@@ -319,8 +318,6 @@ def read_checked(read: Callable[[ReaderClass], T]) -> T:
 
 
 class _Names:
-    """What both unpicklers do with names."""
-
     def __init__(self, file: io.BytesIO, *, given: NameTable, **how: Any) -> None:
         super().__init__(file, **how)  # type: ignore[call-arg]  # an unpickler comes next
         self._given = given

@@ -41,7 +41,6 @@ _CHECKSUM = re.compile(r"xxh3_128:[0-9a-f]{32}")
 _MAC = re.compile(r"hmac_sha256:[0-9a-f]{64}")
 
 Recorded = list[dict[str, Any]]
-"""What is recorded of a chain of codecs (`codecs.chain`)."""
 
 
 class Blob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -57,7 +56,7 @@ class Blob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The number of its chain in the record."""
     stored_nbytes: int | None = None
     table_checksum: str | None = None
-    """Checksum of its table of frames with the footer (`format.frames`)."""
+    """With the footer (`format.frames`)."""
     head_nbytes: int | None = None
     """Of an index with parts (`format.index_parts`): how many of its first bytes say where they are."""
     head_checksum: str | None = None
@@ -65,7 +64,6 @@ class Blob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def at_rest(self) -> list[tuple[str, int]]:
-        """Name and size of the stored files."""
         return [(self.name, self.nbytes if self.stored_nbytes is None else self.stored_nbytes)]
 
 

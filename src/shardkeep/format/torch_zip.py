@@ -81,7 +81,6 @@ def _local(name: bytes, flags: int, size: int, wide: bytes, at: int = 0, alignme
 
 
 def _before_storages(pickled: bytes) -> tuple[bytes, bytes]:
-    """Return the entries before the storages, and their directory entries."""
     entries, directory = bytearray(), b""
     for name, data in (("data.pkl", pickled), ("byteorder", sys.byteorder.encode()), ("version", b"3\n")):
         raw, crc = f"archive/{name}".encode(), zlib.crc32(data)
@@ -149,7 +148,6 @@ class ArchivedTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """What its elements take."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -160,7 +158,6 @@ class ArchivedTensor(NamedTuple):
 
     @property
     def span(self) -> int:
-        """The bytes from its first element to its last."""
         return self.span_of(whole(self.shape))[1]
 
     def span_of(self, box: Box) -> tuple[int, int]:
@@ -282,7 +279,6 @@ def read_state(get: Get, nbytes: int, *, where: str) -> ArchivedState:
 
 
 def data_start(get: Get, at: int, name: str, *, where: str) -> int:
-    """Return where the bytes of an entry begin, by its header at `at`."""
     header = get(at, _LOCAL.size + len(name.encode()))
     if header[:4] != b"PK\3\4" or header[_LOCAL.size :].decode(errors="replace") != name:
         raise MalformedFile.of(where, "the archive's directory points at something that is not an entry", offset=at)

@@ -57,8 +57,6 @@ _SCALAR_BYTES: Final = frozenset(
 
 
 class _Call(NamedTuple):
-    """What the caller said, for every level of one encode or decode."""
-
     key: str
     allow_pickle: bool
     like: Any = None
@@ -240,8 +238,6 @@ class TorchRef(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """How one type becomes an array of parts and comes back."""
-
     code: int
     take: Callable[[Any], list[Any] | None]
     """Returns the parts; None for a value that has no plain form."""
@@ -738,7 +734,6 @@ def _filled(node: Container, name: str | None, leaf: Callable[[str], Any]) -> An
 
 
 def leaf_keys(node: Node) -> Iterator[str]:
-    """Yield the flat names of all leaves, in the order of the state."""
     return (name for name, _, empty in tree_leaves(node) if not empty)
 
 

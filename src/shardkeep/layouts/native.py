@@ -105,7 +105,6 @@ def read_record(store: base.Store) -> Record:
 
 
 def not_found(store: base.Store) -> errors.CheckpointNotFound:
-    """Say that a place has no checkpoint, and what is there instead."""
     below, broken = _checkpoint_below(store.url), base.broken_path(store, inside=True)
     what = " itself, only below it" if below else f" here ({broken or _other_files(store)})"
     hint = "" if broken else f"a checkpoint has {RECORD_NAME} in it"

@@ -83,7 +83,6 @@ class Survey:
     """The saves whose files are in a place, by their state. The committed save is among the ended or dead ones."""
 
     living: Claim | None
-    """The claim of a process that is alive and saving here."""
     dead: list[str]
     """Files of saves whose process is gone, or that are older than any save takes."""
     ended: list[str]

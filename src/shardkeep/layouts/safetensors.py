@@ -39,7 +39,6 @@ class HeaderTensor:
     shape: Ints
     """In torch's elements, which are bytes for packed dtypes."""
     start: int
-    """Where its bytes begin in the file."""
 
     @property
     def nbytes(self) -> int:
@@ -55,7 +54,6 @@ class SafetensorsFile:
     data_start: int
     """Where the header ends."""
     digest: bytes
-    """Of the header's text."""
 
     @property
     def name(self) -> str:
@@ -63,7 +61,6 @@ class SafetensorsFile:
 
 
 def read_header(path: str, opens: ReadableStore) -> SafetensorsFile:
-    """Read and check the header of a file, given by its name in a store."""
     with closing(opens.open(path)) as reader:
         raw, total = _raw_header(path, reader), reader.nbytes
     try:
@@ -232,7 +229,6 @@ class HeaderState(msgspec.Struct, frozen=True, kw_only=True):
     version: int = _VERSION
     step: int | None = None
     meta: dict[str, Any] = {}
-    """From the commit record."""
     tree: bytes
     values: dict[str, bytes]
     """Plain values by flat name, encoded."""

@@ -59,8 +59,6 @@ _TEMPORARY = re.compile(
 
 
 class PublishNote(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The contents of the note."""
-
     save_id: str
     files: list[str]
     """Those that count."""
@@ -86,8 +84,6 @@ class ModelDirectory:
 
 @dataclass(frozen=True)
 class SaveNames:
-    """The names of the files of a save, while they are written and in the end."""
-
     save_id: str
     renames: bool
     """Files are written under temporary names. Else names carry the mark of the save, even in an empty place: no other save
@@ -383,7 +379,6 @@ def _remove_written(store: Store, save_id: str) -> None:
 
 
 def _drop_note(store: Store, save_id: str) -> None:
-    """Delete the note if it still belongs to this save."""
     note = read_note(store)
     if note is not None and note.save_id == save_id:
         store.delete(NOTE_NAME)

@@ -96,7 +96,6 @@ def guess_template(names: Iterable[str]) -> str:
 
 
 def pinned(root: base.Store) -> set[str]:
-    """Return the names of pinned checkpoints."""
     return {info.name.removeprefix(_PIN_PREFIX) for info in root.list() if info.name.startswith(_PIN_PREFIX)}
 
 

@@ -212,7 +212,6 @@ class StepDecisions:
         return max(least, self._calls + min(_MOST_AHEAD, math.ceil(ahead)))
 
     def _turn(self, mailbox: KVMailbox) -> None:
-        """Pass requests on, and decide or look if that is due."""
         try:
             with self._changed:
                 due = self._due_in_s() <= 0
@@ -259,7 +258,6 @@ class StepDecisions:
             self._changed.notify_all()
 
     def _look(self, mailbox: KVMailbox) -> None:
-        """Read what rank 0 has published, if that is new."""
         body = mailbox.peek("now")
         self._looked_s = self._clock()
         if body is None:
@@ -301,7 +299,6 @@ def _take_turns(decisions: ReferenceType[StepDecisions], changed: threading.Cond
 
 
 BackgroundTask = SaveHandle[Any] | Future[Any]
-"""A save, or a replication round."""
 
 
 class PendingTasks:

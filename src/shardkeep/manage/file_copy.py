@@ -73,8 +73,6 @@ class DigestedRange(NamedTuple):
 
 
 class ExpectedDigests(NamedTuple):
-    """A file, and the digests of all its bytes."""
-
     name: str
     nbytes: int
     ranges: list[DigestedRange]

@@ -182,7 +182,6 @@ class Pruner:
         return deleted
 
     def _delete_unwanted(self, just: str, deleted: set[str], *, is_new: bool) -> list[Entry]:
-        """Delete what no policy wants, and return what there was."""
         self._known.forget(just)
         entries = self._known.look()
         while True:

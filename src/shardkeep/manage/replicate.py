@@ -57,12 +57,9 @@ SaveKey = tuple[str, str]
 
 
 class ReplicationOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """The checkpoint that all ranks copy next."""
-
     name: str
     step: int
     record: bytes
-    """The commit record, as it is in the near root."""
 
     def decoded(self) -> Record:
         return decode_record(self.record, RECORD_NAME)
@@ -325,8 +322,6 @@ GRACE_S = 3.0
 
 @decodable
 class _Share(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank reports of its share, and rank 0 of all shares."""
-
     copied: int = 0
     files: int = 0
     damage: str = ""

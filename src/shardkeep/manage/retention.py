@@ -219,7 +219,6 @@ Best = str | tuple[str, int] | tuple[str, int, Mode] | KeepBest
 
 
 def parse_best(best: Best | None) -> KeepBest | None:
-    """Read "loss", ("loss", 3) or ("accuracy", 3, "max")."""
     if best is None or isinstance(best, KeepBest):
         return best
     try:

@@ -52,7 +52,6 @@ T = TypeVar("T")
 Saved = SaveHandle[SaveReport] | SaveReport
 
 Labels = Mapping[str, Any] | None
-"""What is stored in the commit record beside the state."""
 
 PINNED = "pinned"
 """In the details of a `CheckpointExists` that refuses to overwrite a pinned checkpoint."""
@@ -75,7 +74,6 @@ class Timeline:
     began_after: tuple[int, int] | None = None
     """The timeline and step after which it began; None for the first timeline."""
     saved: set[int] = field(default_factory=set)
-    """Steps that this job has committed."""
 
     def may_overwrite(self, step: int) -> bool:
         """Return whether an existing checkpoint of a step was abandoned when this job went back."""
@@ -262,7 +260,6 @@ class Saves:
         return [error for tasks, numbers in pairs for error in tasks.end(numbers)]
 
     def make_room(self) -> list[BaseException]:
-        """Wait until another save may begin, and return the errors of those that ended."""
         errors = self._pending.end_all(but=self._max_in_flight - 1)
         # One round of deletes may run beside a save, so that old checkpoints never pile up; the other ranks wait.
         self._pruner.catch_up(self._max_in_flight, within_s=self._ranks.world.timeout_s / 2)

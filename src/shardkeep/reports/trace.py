@@ -78,7 +78,6 @@ class _Tracing:
         # A rank other than 0 writes no file, even if the process group is gone at the end.
         self._first = is_rank_zero()
         self._ends_us: dict[tuple[int, int], int] = {}
-        """When the last span of each rank and row ended."""
 
     def hear(self, event: events.Event) -> None:
         with self._changed:

@@ -39,7 +39,6 @@ class Description:
     tree: Node
     values: dict[str, Any]
     leaves: dict[str, Any]
-    """Tensors, as they are in the state."""
     keys: list[str]
     dtype: npt.NDArray[np.uint8]
     ndim: npt.NDArray[np.uint8]

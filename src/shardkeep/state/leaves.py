@@ -178,8 +178,6 @@ _ARRAYS = (np.ndarray, np.memmap)  # exactly these: masked and record arrays hol
 
 
 class Piece(NamedTuple):  # a named tuple, like the next: a state may have 50,000 leaves, and a dataclass costs twice
-    """A part of a tensor that this rank holds."""
-
     offsets: Ints
     """Where it begins in the whole tensor."""
     tensor: torch.Tensor
@@ -414,7 +412,6 @@ def _plain_view(request: _Request, tensor: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _unwrap(request: _Request, obj: Any) -> torch.Tensor:
-    """Return a leaf or piece, a `torch.Tensor` of any class, as a plain tensor."""
     if is_pending(obj):
         obj = obj.trigger_wait()
     kind = type(obj)

@@ -75,8 +75,6 @@ class StateDictOptions:
 
 @dataclass
 class StateDictInfo(StateDictOptions):
-    """The options of one call, and what was looked up for it."""
-
     submodule_prefixes: set[str] = field(default_factory=set)
     handle_model: bool = True
     handle_optim: bool = True

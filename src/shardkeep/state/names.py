@@ -173,8 +173,6 @@ def _hidden_children(module: Any, modifiers: str) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class LiveItem:
-    """A parameter, persistent buffer or extra state of a module."""
-
     name: str
     key: str
     value: Any

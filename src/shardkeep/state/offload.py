@@ -146,7 +146,6 @@ def copy_state_dict(
 
 
 def local_tensors(value: Any) -> list[torch.Tensor]:
-    """Return the memory of a tensor of any kind on this rank."""
     if is_sharded_tensor(value):
         return [wait_tensor(shard.tensor) for shard in value.local_shards()]
     finished = wait_tensor(value)

@@ -170,7 +170,6 @@ def did_you_mean_pattern(pattern: str, names: Iterable[str]) -> str:
 
 
 def closest(name: str, present: Collection[str]) -> str | None:
-    """Return the present name most similar to `name`, if any is similar."""
     return next(iter(near_names(name, present, most=1, cutoff=0.75)), None)
 
 

@@ -346,8 +346,6 @@ def _skeleton(saved: SavedOptimizers) -> SavedOptimizers:
 
 
 class _Entry(NamedTuple):
-    """One parameter of an optimizer, and the names under which its state was saved."""
-
     parameter: torch.Tensor
     names: tuple[str, ...]
     """One name; several for a flat parameter of FSDP1, which holds several parameters."""
@@ -476,7 +474,6 @@ def _hyper_for_load(row: Sequence[_Entry], saved: SavedOptimizers, *, strict: bo
 
 
 def _load(plan: _LoadPlan, known: SavedOptimizers, saved: SavedOptimizers, info: StateDictInfo) -> None:
-    """Load into an optimizer that holds parameters as they are in the model."""
     optimizer, layout = plan.optimizer, plan.layout
     flat = [entry for row in plan.entries for entry in row]  # positions are numbers in the optimizer's own state dict
     trees = {number: known.state[one.names[0]] for number, one in enumerate(flat) if one.names[0] in known.state}

@@ -205,8 +205,6 @@ def digest_of(key: str, leaf: Any, *, allow_pickle: bool) -> bytes:
 
 
 class Adapter:
-    """How one object in a state is saved and loaded."""
-
     name: str
     communicates = False
     """Whether its methods communicate with other ranks, which must then all call them."""
@@ -284,7 +282,6 @@ class StatefulObject(Adapter):
         return Template(state, partial(self._load, present))
 
     def _own_part(self, path: TreePath, leaf: Any) -> Any:
-        """Keep this rank's value of a `PerRank`, which the state is or holds."""
         if not isinstance(leaf, EveryRank):
             return leaf
         if set(leaf.values) != set(range(self._world_size)):

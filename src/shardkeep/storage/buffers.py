@@ -66,7 +66,6 @@ def address_of(view: memoryview) -> int:
 
 
 def flat(view: memoryview) -> memoryview:
-    """View any contiguous buffer as bytes."""
     return view if view.ndim == 1 and view.format == "B" and view.contiguous else view.cast("B")
 
 
@@ -116,7 +115,6 @@ class MemoryBudget:
         return memory
 
     def wait(self, seconds: float) -> None:
-        """Wait until some memory is released, or for this many seconds."""
         with self._changed:
             self._changed.wait(seconds)
 

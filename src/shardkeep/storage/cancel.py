@@ -87,7 +87,6 @@ def create_in(scope: CancelScope | None, create: Callable[[], T]) -> T:
 
 
 def current_scope() -> CancelScope | None:
-    """Return the scope that a writer created now belongs to."""
     return _ACTIVE.get()
 
 

@@ -472,8 +472,6 @@ def store_of(fs: FileSystemBase, path: PathLike, *, durable: bool = True, foreig
 
 
 class CheckpointPlace:
-    """The directory or store of a reader or a writer."""
-
     fs: FileSystemBase
     path: PathLike
     sync_files: bool = True

@@ -146,8 +146,6 @@ class _FsspecWriter:
 
 
 class _FsspecReader:
-    """A file that is read by ranges."""
-
     def __init__(self, store: FsspecStore, name: str) -> None:
         self._fs, self._path, self._url, self._name = store.fs, store.path_of(name), store.url, name
         with fs_errors("cannot open", store.url, name):

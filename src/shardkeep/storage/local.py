@@ -129,7 +129,7 @@ class Descriptors:
         self._close_if_idle()
 
     def close(self) -> None:
-        """Close now, or when the last user is done."""
+        """Close when the last user is done."""
         self._closing = True
         self._close_if_idle()
 
@@ -389,7 +389,6 @@ def fits_cache(nbytes: int) -> bool:
 
 
 def read_ahead(fd: int, offset: int, nbytes: int) -> None:
-    """Begin to read a range into the page cache."""
     if hasattr(os, "posix_fadvise"):
         step = _ahead_in_one_call(os.fstat(fd).st_dev)
         for at in range(offset, offset + nbytes, step):
@@ -519,7 +518,6 @@ class _LocalReader:
         self._scratch = scratch
         self._asks_cache = True
         self._direct = files.direct is not None
-        """Whether large reads bypass the page cache."""
         self.nbytes = files.nbytes
 
     def cached(self, offset: int, nbytes: int) -> bool:
@@ -621,7 +619,6 @@ class LocalStore:
 
     @property
     def remote(self) -> bool:
-        """Whether the directory is on a network file system, as far as the system says."""
         return _kind_of(self._path) not in {0, *_ON_DISK, *_IN_MEMORY}
 
     def any_names(self) -> LocalStore:

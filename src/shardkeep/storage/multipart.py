@@ -40,8 +40,6 @@ _DEADLINE_S = CANCEL_DEADLINE_S
 
 
 class _PartBuffer:
-    """A part that is assembled from pieces."""
-
     def __init__(self, memory: Any) -> None:
         self.memory = memoryview(memory)
         self._stops: dict[int, int] = {}
@@ -85,11 +83,9 @@ class ObjectWriter:
         self._complete: dict[int, Any] = {}
         """Parts that wait to be taken."""
         self._sending: set[int] = set()
-        """Parts that obstore holds."""
         self._copies: set[int] = set()
         """Parts in our own memory that wait or are being sent."""
         self._sender: Future[None] | None = None
-        """The thread that uploads the parts, or puts a blob of one part."""
         self._end: int | None = None
         self._failure: StorageError | None = None
         self._failed_s = math.inf

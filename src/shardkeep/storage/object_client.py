@@ -147,7 +147,6 @@ def _frozen(value: Any) -> Any:
 def _open_client(
     service: str, name: str, policy: RequestPolicy, more: dict[str, Any], environment: Mapping[str, str]
 ) -> Any:
-    """Open obstore's client, with options by their canonical names."""
     url = f"{service}://{name}"
     endpoint = str(more.get("endpoint", ""))
     if service == "gs" and endpoint:
@@ -196,7 +195,6 @@ def _add_certificates(client: dict[str, Any], url: str, environment: Mapping[str
 
 
 def _policy(given: dict[str, Any], url: str) -> RequestPolicy:
-    """Take our own options out of `given`."""
     mine = {key: given.pop(key) for key in RequestPolicy.__struct_fields__ if key in given}
     if "part_bytes" in mine:
         mine["part_bytes"] = int(parse_size(mine["part_bytes"], "part_bytes"))
@@ -301,7 +299,6 @@ _EMULATOR = {
 }
 """Azurite's account, which is public and the same everywhere."""
 _OF_EMULATOR = "UseDevelopmentStorage=true"
-"""Azurite's connection string."""
 
 
 def environment_of(service: str) -> dict[str, str]:
@@ -390,7 +387,6 @@ def _has_credentials(service: str, found: dict[str, Any]) -> bool:
 
 
 def _resolve_azure(found: dict[str, Any], url: str, environment: Mapping[str, str]) -> None:
-    """Add what a connection string says, and the account of the environment."""
     given, emulator = found.pop("connection_string", None), found.pop("use_emulator", None)
     if "AZURE_STORAGE_USE_EMULATOR" in environment:
         found["use_emulator"] = False  # otherwise obstore would only use Azurite; we set its address ourselves

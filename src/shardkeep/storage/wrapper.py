@@ -69,8 +69,6 @@ class StoreWrapper:
 
 
 class WriterWrapper:
-    """Passes everything on to another writer, of a blob of this name."""
-
     def __init__(self, inner: base.BlobWriter, store: Any = None, name: str = "") -> None:
         self.inner, self.store, self.name = inner, store, name
 
@@ -85,8 +83,6 @@ class WriterWrapper:
 
 
 class ReaderWrapper:
-    """Passes everything on to another reader, of a blob of this name."""
-
     def __init__(self, inner: base.BlobReader, store: Any = None, name: str = "") -> None:
         self.inner, self.store, self.name = inner, store, name
 
