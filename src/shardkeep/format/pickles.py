@@ -51,7 +51,6 @@ _ITEMS = (tuple, list, dict, set, frozenset, range, deque, np.ndarray)
 _TEXTS = (str, bytes, bytearray)
 _LETTERS_AN_ITEM = 32
 _FREE_ITEMS = 1024
-_MISSING = object()
 
 
 class Call(NamedTuple):
@@ -92,8 +91,8 @@ class NameTable:
         at = module, name
         if at in self._made:
             return self._made[at]
-        known = self._names[at] if at in self._names else self._others().get(at, _MISSING)
-        if known is _MISSING:
+        known = self._names.get(at) or self._others().get(at)
+        if known is None:
             if self._unknown is not None:
                 self._unknown[f"{module}.{name}"] = None
                 return Opaque
@@ -220,18 +219,16 @@ def load_pickle(
     end = end_of_pickle(data, where)
     if end != len(data):
         raise MalformedFile(f"{where}: {len(data) - end} bytes behind the end of the pickle", file=where, offset=end)
-    given: Any = None
 
-    def read(kind: ReaderClass) -> Any:
-        nonlocal given
+    def read(kind: ReaderClass) -> tuple[Any, NameTable]:
         given = NameTable(names, len(data), others, where=where, unknown=unknown)
         reader: Any = kind(io.BytesIO(data), given=given)
         reader.persistent_load = persistent or _refuse_persistent
-        return reader.load()
+        return reader.load(), given
 
     try:
         with collector_paused():
-            made = read_checked(read)
+            made, given = read_checked(read)
     except PickleRefused:
         raise
     except Exception as exc:
