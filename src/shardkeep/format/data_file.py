@@ -14,7 +14,6 @@ In a store that takes bytes only in order, the digests are in a sidecar: a small
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
@@ -114,14 +113,12 @@ def seal_header(header: bytearray, digests: bytes | bytearray) -> None:
 
 
 def read_block_digests(header: bytes | bytearray | memoryview, *, blocks: int, where: str) -> bytes:
-    raw = bytes(header)
-    at = raw.find(_MARK)
-    end = raw.find(b'"', at + len(_MARK))
+    encoded, end, _ = bytes(header).partition(_MARK)[2].partition(b'"')
     try:
-        digests = base64.b64decode(raw[at + len(_MARK) : end], validate=True)
-    except (binascii.Error, ValueError):
+        digests = base64.b64decode(encoded, validate=True)
+    except ValueError:
         digests = b""
-    if at < 0 or end < 0 or len(digests) != blocks * DIGEST_NBYTES:
+    if not end or len(digests) != blocks * DIGEST_NBYTES:
         raise MalformedFile(f"{where}: the header does not hold the digests of its {blocks} blocks", file=where)
     return digests
 
