@@ -46,10 +46,8 @@ def whole(shape: Ints) -> Box:
 def intersect(a: Box, b: Box) -> Box | None:
     """Return the common part of two boxes, or None where they share no element."""
     offsets = tuple(map(max, a.offsets, b.offsets))
-    sizes = tuple(
-        min(ao + an, bo + bn) - lo
-        for ao, an, bo, bn, lo in zip(a.offsets, a.sizes, b.offsets, b.sizes, offsets, strict=True)
-    )
+    axes = zip(a.offsets, a.sizes, b.offsets, b.sizes, offsets, strict=True)
+    sizes = tuple(min(ao + an, bo + bn) - lo for ao, an, bo, bn, lo in axes)
     return None if any(n <= 0 for n in sizes) else Box(offsets, sizes)
 
 
@@ -160,10 +158,8 @@ B = TypeVar("B", bound=BoxLike)
 
 
 def boxes_overlap(shard1: BoxLike, shard2: BoxLike) -> bool:
-    return all(
-        max(a, b) < min(a + m, b + n)
-        for a, m, b, n in zip(shard1.offsets, shard1.sizes, shard2.offsets, shard2.sizes, strict=True)
-    )
+    axes = zip(shard1.offsets, shard1.sizes, shard2.offsets, shard2.sizes, strict=True)
+    return all(max(a, b) < min(a + m, b + n) for a, m, b, n in axes)
 
 
 def overlap_region(saved_shard: BoxLike, current_shard: BoxLike) -> list[tuple[int, int, int, int]]:

@@ -564,12 +564,9 @@ class Container:
 
     def __eq__(self, other: object) -> bool:
         """Compare keys by type, too: 1, 1.0 and True are the same key of a dict, but different keys in a file."""
-        return (
-            isinstance(other, Container)
-            and self.kind == other.kind
-            and self.children == other.children
-            and [_type_of(part) for part, _ in self.children] == [_type_of(part) for part, _ in other.children]
-        )
+        if not isinstance(other, Container) or (self.kind, self.children) != (other.kind, other.children):
+            return False
+        return [_type_of(part) for part, _ in self.children] == [_type_of(part) for part, _ in other.children]
 
     def __hash__(self) -> int:
         return hash((self.kind, self.children))

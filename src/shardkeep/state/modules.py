@@ -112,11 +112,8 @@ def checked_options(
     live = list(live_state(model, modifiers, canonical=canonical))
     wrappers = fsdp_modules(model)
     chosen = set(submodules or ())
-    inside = [
-        canonical_key(model, name, fqn_modifiers=modifiers)
-        for name, module in (model.named_modules(remove_duplicate=False) if chosen else ())
-        if module in chosen
-    ]
+    named = model.named_modules(remove_duplicate=False) if chosen else ()
+    inside = [canonical_key(model, name, fqn_modifiers=modifiers) for name, module in named if module in chosen]
     return StateDictInfo(
         **{one.name: getattr(options, one.name) for one in fields(StateDictOptions)},
         submodule_prefixes={f"{name}." if name else "" for name in inside},

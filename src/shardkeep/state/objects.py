@@ -385,10 +385,8 @@ class OptimizerObject(Adapter):
         layout = optimizers.StateLayout(self._optimizer)
         torchs = type(self._optimizer).__module__.startswith("torch.optim")
         present = layout.at_hand if torchs or not any(map(_shard_of, parameters)) else layout.of
-        return {
-            parameter: {path_name(path): value for path, value in leaves_of(present(parameter) or {})}
-            for parameter in parameters
-        }
+        found = {parameter: leaves_of(present(parameter) or {}) for parameter in parameters}
+        return {parameter: {path_name(path): value for path, value in leaves} for parameter, leaves in found.items()}
 
     def _allocate(
         self, stored: StoredState, saved: str, parameter: torch.Tensor, group: dict[str, Any], layout: dict[str, Any]
@@ -533,12 +531,10 @@ class FSDP1OptimizerObject(Adapter):
             prefix = ""
         for group in live:
             groups.check(prefix + name for name in group["params"])
-        state = {
-            prefix + name: kept
-            for name, kept in present.items()
-            if stored.has(f"{self.name}.state.{prefix}{name}") or prefix + name not in groups
-        }
-        clear = not state and selected(f"{self.name}.state")
+        named = {prefix + name: kept for name, kept in present.items()}
+        base = f"{self.name}.state"
+        state = {name: kept for name, kept in named.items() if stored.has(f"{base}.{name}") or name not in groups}
+        clear = not state and selected(base)
 
         def load(filled: dict[str, Any]) -> None:
             members = [[prefix + name for name in group["params"]] for group in live]

@@ -488,11 +488,8 @@ def _load(plan: _LoadPlan, known: SavedOptimizers, saved: SavedOptimizers, info:
         for number, tree in trees.items():
             parameter = flat[number].parameter
             # Only the optimizer knows why state has a floating dtype other than the parameter's.
-            unlike = any(
-                leaf.is_floating_point() and leaf.dtype != parameter.dtype and path[-1] != STEP
-                for path, leaf in leaves_of(tree)
-                if isinstance(leaf, torch.Tensor)
-            )
+            tensors = [leaf for path, leaf in leaves_of(tree) if isinstance(leaf, torch.Tensor) and path[-1] != STEP]
+            unlike = any(leaf.is_floating_point() and leaf.dtype != parameter.dtype for leaf in tensors)
             template = layout.of(parameter) if unlike else layout.at_hand(parameter)
             loaded = optimizer.state[parameter]
             optimizer.state[parameter] = _in_own_types(tree, loaded, template)
