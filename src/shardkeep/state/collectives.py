@@ -89,14 +89,10 @@ def all_gather_sharded_tensor(
         carrier = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
         if owner == dist.get_rank():
             leaves.copy_bits(carrier, pieces[box.offsets])
-        dist.broadcast(_as_bytes(carrier), src=owner, group=group)
+        dist.broadcast(carrier.view(-1).view(torch.uint8), src=owner, group=group)
         if carrier is not target:
             leaves.copy_bits(target, carrier)
     return full
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)
 
 
 def _shards_of(sharded_tensor: Any) -> list[tuple[int, Box]]:
