@@ -153,7 +153,10 @@ class Options:
     host_budget_bytes: int = field(default_factory=lambda: _env_size("SHARDKEEP_HOST_BUDGET_BYTES", 256 * MIB))
     """Most host memory used beyond the state itself, on each rank."""
     timeout_s: float = field(default_factory=lambda: float(_env_int("SHARDKEEP_TIMEOUT_S", 600)))
-    """How long rank 0 waits for other ranks once its part is done (they wait twice as long), and for the writer process."""
+    """
+    How long rank 0 waits for the other ranks when its own part is done; they wait twice as long for it. Also how long the writer
+    process may take for one reply.
+    """
     pinned_bytes: int = field(default_factory=lambda: _env_size("SHARDKEEP_PINNED_BYTES", _fair_pinned_nbytes()))
     """
     Most pinned memory that this process keeps for copies from and to accelerators; half of the state at most. By default
@@ -169,7 +172,10 @@ class Options:
     direct_io: bool = field(default_factory=lambda: _env_flag("SHARDKEEP_DIRECT_IO", 1))
     """Use O_DIRECT on local disks where it works and is better: for writes, and for reads if memory is short."""
     keep_cached: bool = field(default_factory=lambda: _env_flag("SHARDKEEP_KEEP_CACHED", 1))
-    """After a save to a local disk, keep it in the page cache for a restart, if it fits in a quarter of the free memory."""
+    """
+    After a save to a local disk, keep the newest checkpoint in the page cache, if it takes at most a quarter of the available
+    memory: a restart then loads it from memory.
+    """
     share_reads: bool | None = field(
         default_factory=lambda: _env_flag("SHARDKEEP_SHARE_READS", 0) if setting("SHARDKEEP_SHARE_READS") else None
     )
