@@ -3,12 +3,13 @@ What a job of many ranks pays for its meetings: the curve to 16,384 ranks, on th
 
 `meetings`: the three meetings of a call, through a real TCPStore in a process of its own. Rank 0 is real. The other ranks are
 simulated: a few processes with one connection each make the requests that `dist.rendezvous` makes for them, in its order, with
-its pauses and in sizes like those of real calls (`MEETINGS`). Up to `--real` ranks, every rank is a thread
-that runs the real code on its own connection. What is not simulated: the network, and the connections of the ranks.
+its pauses and in sizes like those of real calls (`MEETINGS`). Up to `--real` ranks, every rank is a thread that runs the real
+code on its own connection. What is not simulated: the network, and the connections of the ranks.
 
 The other parts are in files of their own, which get the other arguments: `--only plans`, what rank 0 plans and commits
-(`scale_plans.py`); `--only processes`, real processes beside torch (`scale_processes.py`); `--only runs`, what
-`Checkpointer.step` and many checkpoints cost (`scale_runs.py`). Each part prints the exponents of its curves.
+(`scale_plans.py`); `--only processes`, real processes beside torch (`scale_processes.py`); `--only tensors`, many small ones in one
+process (`scale_tensors.py`); `--only runs`, what `Checkpointer.step` and many checkpoints cost (`scale_runs.py`). Each part prints
+the exponents of its curves.
 """
 
 from __future__ import annotations
@@ -330,7 +331,7 @@ def exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", choices=["meetings", "plans", "processes", "runs"], default="meetings", help="which part"
+        "--only", choices=["meetings", "plans", "processes", "runs", "tensors"], default="meetings", help="which part"
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[256, 1024, 4096, 16384], help="sizes of the job")
     parser.add_argument("--real", type=int, default=256, help="the largest job whose ranks are real, too")

@@ -36,7 +36,7 @@ from shardkeep.plan.save_plan import (
     pairs_of,
 )
 
-LEAST_SHARDS = 1 << 18
+LEAST_SHARDS = 1 << 16
 """Of all ranks together. Fewer are planned in no time, each for itself."""
 _BLOCK_ROWS = 1 << 18
 """So many chunks are stamped at a time, if no tensor has more."""
