@@ -1,15 +1,14 @@
 """
 The snapshot of a state that is saved while training goes on: which tensors are copied in the call, and which later.
 
-Tensors in host memory are copied in the call, as far as there is room. Tensors on an accelerator are copied on the device, which
-the call only queues; or not in the call, if the memory cannot change before it is copied, because the step of an optimizer or
-the caller waits. Tensors in host memory that find no room are treated in this second way, too: preferably memory of
+Tensors in host memory are copied in the call, as far as there is room. Tensors on an accelerator are copied on the
+device, which the call only queues; or later, if their memory cannot change before, because the step of an optimizer or
+the caller waits. Tensors in host memory that find no room are treated in this second way: preferably memory of
 optimizers, whose steps can wait, and a few large tensors rather than many small ones.
 
-The parameters and the state of an optimizer change in its steps and at no other time. So they may be copied late, if the step
-waits (`StepBarrier`); anything else has to be copied in the call. A hook is registered before the steps of an optimizer once,
-and stays; it notes the time of the step, and does nothing more while no save needs the memory. The accelerator waits for the copies; the host waits only until all
-copies are queued.
+The parameters and the state of an optimizer change in its steps only, so they may be copied late if the step waits
+(`StepBarrier`). A hook before the steps of an optimizer is registered once, and stays. The accelerator waits for the
+copies; the host waits only until all copies are queued.
 """
 
 from __future__ import annotations
@@ -64,9 +63,7 @@ class ArenaLayout:
     """Where tensors in host memory are copied to; equal memory is copied once. It holds no tensor."""
 
     rows: list[int]
-    """The tensors."""
     starts: list[int]
-    """Where each begins in the arena."""
     forms: list[tuple[torch.dtype, torch.Size]]
     """The dtype and shape of each, which the caller may change before tensors over the arena are made."""
     small: tuple[list[int], list[int], list[int]]
@@ -91,13 +88,11 @@ class DeviceSnapshot:
     found: list[torch.Tensor]
     """The caller's tensors; `tensors` replaces those that were copied."""
     on_host: list[int] = field(default_factory=list)
-    """Which of them lie in host memory."""
     optimizers: Sequence[Optimizer] = ()
     """Their steps wait for what is not copied on the host."""
     events: Events = field(default_factory=dict)
     """On each accelerator, an event after all that the caller had queued and after the copies on the device."""
     packed: list[PackedCopies] = field(default_factory=list)
-    """The copies on devices."""
     live_nbytes: int = 0
     """How much is still the caller's memory."""
     guarded: bool = True
@@ -107,23 +102,15 @@ class DeviceSnapshot:
     choice: str = ""
     """How tensors on accelerators are copied, and what that followed from; empty if there are none."""
     arena: Buffer | None = None
-    """The host memory of the copies."""
     layout: ArenaLayout | None = None
-    """Which tensors are in the arena, and where."""
     derived: dict[str, Any] = field(default_factory=dict)
-    """Of the description of these tensors."""
     lent: list[torch.Tensor] = field(default_factory=list)
     """Tensors in host memory that were not copied. This list keeps their memory alive until it has been read."""
     refused: bool = False
     """Whether that is because the system refused memory, rather than because of a limit."""
 
     def copy_on_host(self, arenas: Arenas, most_nbytes: int, threads: int) -> None:
-        """
-        Copy tensors in host memory, up to `most_nbytes`; the rest is lent.
-
-        Called once, in the call, after `take_snapshot`, whose copies on devices go on meanwhile. The caller gives the arena back,
-        also after a failure.
-        """
+        """Copy host tensors up to `most_nbytes`, and lend the rest; the caller always gives the arena back."""
         optimizers, self.optimizers = self.optimizers, ()
         layout: ArenaLayout | None = self.derived.get("arena")
         if layout is None or layout.rows != self.on_host:
@@ -151,12 +138,8 @@ class DeviceSnapshot:
 
     @functools.cached_property
     def tensors(self) -> list[torch.Tensor]:
-        """
-        All tensors. The user empties the list, so that nothing else holds them.
-
-        Tensors over copies are made when this is first used, which is not in the call: for a small tensor, making a view takes
-        longer than copying its bytes.
-        """
+        """All tensors. The user empties the list, so that nothing else holds them."""
+        # Made at first use, which is not in the call: for a small tensor, a view takes longer than copying its bytes.
         while self.packed:
             self.packed.pop().put_into(self.found)
         if self.arena is not None and self.layout is not None:
@@ -176,7 +159,6 @@ class DeviceSnapshot:
 
 
 def _lay_out(tensors: Sequence[torch.Tensor], rows: list[int]) -> ArenaLayout:
-    """Lay out copies of the tensors in these rows."""
     sources = [tensors[row] for row in rows]
     places: dict[Hashable, int] = {}
     starts: list[int] = []
@@ -310,7 +292,6 @@ class SegmentLayout:
     shapes: list[torch.Size]
     """Of the copies; the caller may change those of its tensors."""
     contiguous: bool
-    """All sources are."""
 
     @property
     def nbytes(self) -> int:
@@ -318,8 +299,6 @@ class SegmentLayout:
 
 
 class PackedCopies(NamedTuple):
-    """Copies on a device, end to end in one allocation."""
-
     layout: SegmentLayout
     flat: torch.Tensor
 
@@ -350,12 +329,9 @@ class PackedCopies(NamedTuple):
 
 
 def _lay_out_segments(tensors: Sequence[torch.Tensor], rows: list[int]) -> list[SegmentLayout]:
-    """
-    Lay out copies of these rows, end to end in a few large allocations for each device and dtype.
-
-    Each begins at a multiple of the power of two that divides its size, as it does in a file. So what is written in this order is
-    one piece of memory, which is copied to the host at once.
-    """
+    """Lay out copies of these rows, end to end in a few large allocations for each device and dtype."""
+    # Each begins at a multiple of the power of two that divides its size, as it does in a file. So what is written in
+    # this order is one piece of memory, which is copied to the host at once.
     shares: dict[tuple[torch.device, torch.dtype, bool], dict[Hashable, list[int]]] = {}
     sources = [tensors[row] for row in rows]
     for row, source, key in zip(rows, sources, memory_keys(sources), strict=True):
@@ -381,11 +357,8 @@ def _lay_out_segments(tensors: Sequence[torch.Tensor], rows: list[int]) -> list[
 
 
 def _queue_copies(device: torch.device, tensors: Sequence[torch.Tensor], packed: Sequence[PackedCopies]) -> torch.Event:
-    """
-    Copy on a device, after all that is queued there and before what will be; return an event after the copies.
-
-    They go on a stream of their own: that of the caller may be so full that each kernel waits for another to end.
-    """
+    """Copy on a device, after all that is queued there and before what will be; return an event after the copies."""
+    # On a stream of their own: that of the caller may be so full that each kernel waits for another to end.
     caller = torch.accelerator.current_stream(device)
     queued = caller.record_event()
     if not packed:
@@ -481,11 +454,8 @@ class StepTimes:
         self._count += 1
 
     def measure(self) -> Callable[[], float | None]:
-        """
-        Return what returns, at the end of a save, by how much the steps since the last one took longer than as many usual ones.
-
-        Usual is the median interval of the steps between saves. None if too few steps were seen.
-        """
+        """Return what returns, at the end of a save, by how much the steps in between took longer than usual."""
+        # Usual is the median interval of the steps between saves.
         times = list(self._recent)
         if len(times) > _FEWEST_INTERVALS:
             self._usual_s = statistics.median(after - before for before, after in itertools.pairwise(times))
@@ -521,7 +491,6 @@ class StepBarriers:
                 self._barriers[optimizer] = [*standing, barrier]
 
     def measure(self, optimizer: Optimizer) -> Callable[[], float | None]:
-        """Begin to measure what a save costs the steps of an optimizer; see `StepTimes.measure`."""
         with self._lock:
             return self._watch(optimizer).measure()
 
@@ -555,7 +524,6 @@ class StepBarriers:
 
 
 step_barriers = per_process(StepBarriers)
-"""Returns the barriers of this process."""
 
 
 def rows_outside_optimizers(

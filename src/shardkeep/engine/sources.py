@@ -1,10 +1,9 @@
 """
 Find a checkpoint and open it as a `Source`: native, torch's layout, safetensors files, or files of `torch.save`.
 
-A save in one layout removes the commit marker of the other. A directory that has both markers was left by a save that died
-just before that; the marker that was written last counts. Safetensors files count only where nothing was committed,
-because data files of the native layout are safetensors files, too. Of a Hugging Face model that has both, safetensors files
-count, as in transformers.
+A save in one layout removes the commit marker of the other; if a save died just before that, the later marker counts.
+Safetensors files count only where nothing was committed, because data files of the native layout are safetensors files,
+too. Of a Hugging Face model that has both, safetensors files count, as in transformers.
 """
 
 from __future__ import annotations
@@ -85,10 +84,7 @@ def open_native(store: ReadableStore, record: Record, options: Options) -> Sourc
 
 
 Identity = tuple[str, str, bytes]
-"""
-Format, checksum of the index, and the record of a native checkpoint, as JSON because msgpack cannot hold every `meta`; empty if
-it is large.
-"""
+"""Format, checksum of the index, and the native record (JSON: msgpack cannot hold every `meta`), empty if large."""
 _MOST_SENT_NBYTES, _MOST_SENT_IN_ALL_NBYTES = 64 << 10, 64 << 20
 """A record that is longer, or that goes to too many ranks for its size, is read from the store by each rank."""
 
@@ -101,7 +97,6 @@ def identity_of(record: Record, ranks: int) -> Identity:
 
 
 def open_identified(store: Store, identity: Identity, options: Options) -> Source:
-    """Open the checkpoint that another rank found."""
     layout, checksum, record = identity
     if record:
         return open_native(store, msgspec.json.decode(record, type=Record), options)

@@ -1,10 +1,10 @@
 """
 Torch's stagers: copies of a whole state in host memory, which training can no longer change.
 
-Writers and planners of users read the values there; a save in which none takes part is staged as by `sk.async_save`. `prepare_copy` copies everything except the tensors' values, and finds memory for those; it runs on the caller's
-thread. `StateCopy.fill` copies the values, on any thread and any stream. Tensors that share memory in the state share it in the
-copy. A view takes its own bytes only, unless views interleave, as columns of one matrix do: then they are copied together, with
-the bytes between them. One stager serves any number of saves: memory is used again when no copy uses it.
+Writers and planners of users read the values there; a save without these is staged as by `sk.async_save`.
+`prepare_copy` copies all but the tensors' values, on the caller's thread; `StateCopy.fill` copies these, on any thread
+and stream. Tensors that share memory share it in the copy. A view takes its own bytes only, unless views interleave, as
+columns of one matrix do: they are copied together, with the bytes between. Memory is used again when no copy uses it.
 """
 
 from __future__ import annotations
@@ -32,17 +32,12 @@ from shardkeep.state.offload import check_plain_types, sharded_tensor_like
 
 @dataclass(frozen=True)
 class OpenedTensor:
-    """
-    A tensor of any kind, taken apart into plain ones.
-
-    A DTensor is its local tensor, a ShardedTensor its local shards, a wrapper subclass what it wraps; any of these may be one of
-    the others. The rebuilt tensor never requires a gradient.
-    """
+    """A tensor of any kind, such as a DTensor over a wrapper subclass, taken apart into plain ones."""
 
     parts: list[torch.Tensor]
     """Strided tensors with memory of their own."""
     rebuild: Callable[[list[torch.Tensor]], Any]
-    """Rebuilds the tensor over one new tensor for each part."""
+    """Rebuilds the tensor over one new tensor for each part; it never requires a gradient."""
 
 
 def open_tensor(tensor: Any) -> OpenedTensor:
@@ -352,12 +347,7 @@ def _unpickled(pin_memory: bool, share_memory: bool, pin_memory_min_bytes: int) 
 
 
 class DefaultStager(AsyncStager):
-    """
-    Copies a state into host memory, on a thread and a stream of its own if so asked.
-
-    Copies from an accelerator come after all work that was queued on the caller's current streams. With
-    `use_async_staging` the state must not change before the future is done.
-    """
+    """Copies a state into host memory; with `use_async_staging`, on a thread and a stream of its own."""
 
     def __init__(self, config: StagingOptions = StagingOptions()) -> None:  # noqa: B008 - torch's default, never changed
         self._config = config
@@ -386,7 +376,6 @@ class DefaultStager(AsyncStager):
             raise BrokenProtocol("this stager has been closed", hint="make a new one, and close it after the last save")
 
     def stage(self, state_dict: StateDict, **kwargs: Any) -> StateDict | Future[StateDict]:
-        """Return a copy of the state, or a future of one with `use_async_staging`."""
         del kwargs
         self._check_open()
         if self._staging_future is not None and self._staging_future.done():
@@ -425,12 +414,10 @@ class DefaultStager(AsyncStager):
         return staged
 
     def synchronize_staging(self) -> None:
-        """Wait until the last state that was staged may be changed; raises what staging raised."""
         if self._staging_future is not None:
             self._staging_future.result()
 
     def close(self) -> None:
-        """Wait for what is being staged, then release the thread and the memory."""
         self._closed = True
         if self._staging_executor is not None:
             self._staging_executor.shutdown(wait=True)
@@ -442,11 +429,7 @@ class DefaultStager(AsyncStager):
 
 
 class BlockingAsyncStager(AsyncStager):
-    """
-    Copies a state into host memory and returns when it is done; `synchronize_staging` has nothing to wait for.
-
-    A base of `FileSystemWriter`. The copy is of the values at the time of the call, for tensors on the CPU too.
-    """
+    """Copies a state in the call, tensors on the CPU too; `synchronize_staging` has nothing to wait for."""
 
     _synchronize_after_execute: bool = False
     type_check = False
@@ -455,13 +438,8 @@ class BlockingAsyncStager(AsyncStager):
 
     def __init__(self, cache_staged_state_dict: bool = False, type_check: bool = False) -> None:
         """
-        Choose how states are staged.
-
-        Args:
-            cache_staged_state_dict: keep the memory, pinned where there is an accelerator, for the next save. The
-                copy of an earlier save is overwritten only if it is no longer used.
-            type_check: refuse values other than tensors, numbers, strings, bytes and None.
-
+        Choose how states are staged: `cache_staged_state_dict` keeps the memory, pinned where there is an accelerator,
+        for the next save; `type_check` refuses values other than tensors, numbers, strings, bytes and None.
         """
         self.cache_staged_state_dict = cache_staged_state_dict
         self.type_check = type_check
@@ -473,7 +451,6 @@ class BlockingAsyncStager(AsyncStager):
             check_plain_types(state_dict)
 
     def stage(self, state_dict: StateDict) -> StateDict:
-        """Return a copy of the state in host memory."""
         if self.type_check:
             check_plain_types(state_dict)
         if not self.cache_staged_state_dict:
@@ -489,7 +466,6 @@ class BlockingAsyncStager(AsyncStager):
         """Return at once: `stage` has waited."""
 
     def close(self) -> None:
-        """Release the memory kept for the next save."""
         self.state_dict_cache = None
         if self._stager is not None:
             self._stager.close()

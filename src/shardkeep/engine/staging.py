@@ -1,12 +1,10 @@
 """
 Staging: windows of files are filled before they are written, so that the state is released without waiting for the disk.
 
-Tensors on an accelerator are copied on a stream of their own into pinned buffers (the ring), which several threads empty into
-ordinary windows (the pool); writers take the windows as they come. Windows are filled in the order in which they are written,
-so that a budget smaller than the state makes staging wait for the disk, and never for itself.
-
-Writers read what lies in host memory, and was not copied in the call, when they come to it; the state is needed until the last
-of it has been read.
+Accelerators copy into pinned buffers (the ring), which several threads empty into ordinary windows (the pool); writers
+take these as they come. Windows are filled in the order in which they are written, so that a budget smaller than the
+state makes staging wait for the disk, and never for itself. Host memory that was not copied in the call is read by
+writers when they come to it.
 """
 
 from __future__ import annotations
@@ -72,8 +70,6 @@ _PATIENCE_S = 0.2
 
 
 class Staging:
-    """The windows of one save that are filled before they are written."""
-
     def __init__(
         self,
         windows: Iterable[Window],
@@ -87,11 +83,10 @@ class Staging:
         live: Callable[[Window], bool] | None = None,
     ) -> None:
         """
-        Fill nothing yet. `windows` are all windows of the save, in the order in which they are written.
-
-        Copies from the accelerators come after the events in `after`. `urgent`: training waits for the copies. `ahead` returns
-        whether a window is filled ahead; by default if not all of its bytes lie in order on the host. `live` returns whether another
-        window takes bytes from the caller's memory.
+        `windows` are all of the save, in the order in which they are written. Copies from accelerators come after the
+        events in `after`. `urgent`: training waits for the copies. `ahead` returns whether a window is filled ahead; by
+        default if not all of its bytes lie in order on the host. `live` returns whether another window takes bytes from
+        the caller's memory.
         """
         self._ring = ring
         self._pool = pool
@@ -297,12 +292,7 @@ def _record_event(stream: Any) -> torch.Event:
 
 
 class BackgroundWrite:
-    """
-    The writing of a snapshot, after the call that took it has returned.
-
-    Staging releases the state as early as it can, because the next optimizer step and the caller wait for that. What lies in
-    host memory is copied before the call returns, as far as there is room; writers read the rest from the caller's memory.
-    """
+    """Writes a snapshot after the call that took it. The state is released early: the next step and the caller wait."""
 
     def __init__(
         self,
@@ -312,7 +302,7 @@ class BackgroundWrite:
         options: Options,
         events: SaveEvents,
     ) -> None:
-        """Start nothing yet. `memory` is shared with the writer process if that will write."""
+        """`memory` is shared with the writer process if that will write."""
         self.snapshot = snapshot
         self._handle = handle
         self._memory = memory
@@ -332,7 +322,6 @@ class BackgroundWrite:
 
     @contextlib.contextmanager
     def releasing(self) -> Iterator[None]:
-        """Release the state and the memory at the end, whatever happens inside."""
         try:
             yield
         finally:

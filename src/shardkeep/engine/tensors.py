@@ -1,9 +1,8 @@
 """
 Tensors as memory: where their bytes are, how to copy a part of them, and which tensors share memory.
 
-A tensor that is contiguous on the CPU is an address: the pipelines copy its bytes with memcpy, or read straight into it. Any other
-tensor is copied in parts, so that at most one window of it is in host memory at a time: by ranges of bytes if it is
-contiguous on an accelerator, box by box if it is strided or has another dtype than what is stored.
+A tensor that is contiguous on the CPU is an address. Any other is copied in parts, so that at most one window of it is
+in host memory at a time: by ranges of bytes if it is contiguous on an accelerator, else box by box.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ def raw_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 
 def as_raw(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor as these integers."""
     return tensor.view(raw_dtype(tensor))
 
 
@@ -193,12 +191,8 @@ _MOST_SAMPLED, _ELEMENTS = 64, 8
 
 
 def sample_replicas(description: Description, compared: npt.NDArray[np.bool_]) -> Callable[[], bytes]:
-    """
-    Read a few elements of some of the `compared` tensors that this rank holds whole: digests by row, for `RankManifest.samples`.
-
-    What lies on an accelerator is packed there in the order of the caller's stream. The function that is returned copies it to the
-    host, and waits for that.
-    """
+    """Read a few elements of some `compared` tensors that this rank holds whole; return what digests them by row."""
+    # What lies on an accelerator is packed there in the order of the caller's stream, and copied to the host by `read`.
     d = description
     whole = np.all(d.boxes.sizes == d.shape[d.row_tensor], axis=1)
     found = np.flatnonzero(compared[d.row_tensor] & whole & (d.boxes.volumes() > 0))

@@ -1,12 +1,9 @@
 """
 Files of `torch.save` as a `Source`: the pickle becomes an index, and tensors are read by ranges of the file.
 
-The pickle is read without running anything that it names (see `format.pickles`). Plain values are values of the checkpoint;
-what only a class of the user's can rebuild is a value that needs `allow_pickle`, and hides nothing else. Tensors that are
-the same view of one storage are tied; other views of it are tensors of their own.
-
-A checkpoint is one file, or the files of a Hugging Face model: `pytorch_model.bin`, or those that its index file names.
-Nothing here imports torch, unless the caller allows pickles and the file has some.
+The pickle is read without running anything that it names (`format.pickles`). What only a class of the user's can
+rebuild is a value that needs `allow_pickle`, and hides nothing else. Tensors that are the same view of one storage are
+tied. Nothing here imports torch, unless the caller allows pickles and the file has some.
 """
 
 from __future__ import annotations
@@ -58,8 +55,6 @@ _MAPPINGS = ("dict", "odict")
 
 @dataclass(frozen=True, kw_only=True)
 class TorchFileSource(Source):
-    """Opened files of `torch.save`."""
-
     files: ItemFiles
     tensors: Sequence[ArchivedTensor]
     """How each chunk lies in its storage; one for each chunk of the index, all of which are whole tensors."""
@@ -101,7 +96,6 @@ class TorchFileSource(Source):
         return found._replace(start=self.starts[self.position(chunk)] + found.start)
 
     def check(self, tensors: IntArray) -> None:
-        """Check that these tensors lie inside their files, and are not much larger."""
         self.locate(tensors)
         super().check(tensors)
 
@@ -121,7 +115,6 @@ class TorchFileSource(Source):
         return bad_archives(self.files, [(Item(file, 0, entry.nbytes, entry.name), ())], self.keys_at, uncompared)
 
     def position(self, chunk: int) -> tuple[int, int]:
-        """Return the file of a chunk, and where its storage begins there, header included."""
         return int(self.index.chunks.file[chunk]), int(self.heads[chunk])
 
 
@@ -212,9 +205,6 @@ def open_torch_files(place: ReadableStore, names: list[str], homes: Mapping[str,
     return FoundCheckpoint(record, open_files)
 
 
-# -- from the pickle to leaves -----------------------------------------------------------------------------------------
-
-
 class _Leaf(NamedTuple):
     file: int
     path: tuple[Part, ...]
@@ -265,9 +255,6 @@ def _take(value: Any, name: str, file: int, path: tuple[Part, ...], leaves: dict
     items = value.items() if kind in _MAPPINGS else enumerate(value)
     children = [(part, _take(child, join(name, kind, part), file, (*path, part), leaves)) for part, child in items]
     return Container(kind, tuple(children))
-
-
-# -- values that only their classes can rebuild ------------------------------------------------------------------------
 
 
 def _encoded(key: str, leaf: _Leaf, files: ItemFiles, loaded: dict[int, Any], options: Options) -> bytes:

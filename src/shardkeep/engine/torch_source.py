@@ -1,13 +1,10 @@
 """
-Checkpoints of torch's layout as a `Source`: `.metadata` becomes an index, so that whatever reads or lists a checkpoint
-does not ask which program wrote it.
+Checkpoints of torch's layout as a `Source`: `.metadata` becomes an index. Nothing here imports torch.
 
 Data files hold *items*, end to end. The item of a tensor is an archive of `torch.save`; where our writer made it, the
 metadata also say where the tensor's bytes begin. In a file that torch wrote, `TorchSource.locate` looks for them in the
 archive's directory when they are first wanted. Objects are read when they are first asked for: plain data become plain
 values, anything else stays the bytes it is, which only `allow_pickle` opens.
-
-Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -70,8 +67,6 @@ _KNOWN_HEADS = 8
 
 
 class Item(NamedTuple):
-    """Where an item lies."""
-
     file: int
     offset: int
     nbytes: int
@@ -93,7 +88,6 @@ class ItemFiles:
         self._number: dict[str, int] = {}
 
     def number(self, name: str) -> int:
-        """Return the position of a file in `entries`."""
         if name not in self._number:
             self._number[name] = len(self.entries)
             self.entries.append(self._entry(name))
@@ -181,11 +175,7 @@ class ChunkItems(Rows):
 def index_of_items(
     number: Callable[[str], int], chunks: Sequence[Sequence[tuple[Box, layout.ItemLocation]]], **columns: Any
 ) -> tuple[Index, ChunkItems, dict[int, tuple[str, ...]]]:
-    """
-    Make the index of tensors whose chunks are items, the items, and the extensions of those that have some.
-
-    `number` returns the position of a file by its name.
-    """
+    """Make the index of tensors whose chunks are items, the items, and the extensions of those that have some."""
     index = build_index(
         chunks=[
             [(box, number(at.file), -1 if at.data_start is None else at.data_start) for box, at in some]
@@ -219,8 +209,6 @@ def undo_extensions(_: int, descriptors: Sequence[str], stream: IO[bytes]) -> IO
 
 @dataclass(frozen=True, kw_only=True)
 class TorchSource(Source):
-    """An opened checkpoint of torch's layout."""
-
     files: ItemFiles
     items: ChunkItems
     descriptors: Mapping[int, tuple[str, ...]]
@@ -231,19 +219,12 @@ class TorchSource(Source):
     paths: Mapping[str, Path] = field(default_factory=dict)
     """Of each name, the keys and positions in the nested state, in its order."""
     archived: dict[int, ArchivedTensor | None] = field(default_factory=dict)
-    """
-    Chunks that were looked up in their archives so far, by row. None for one that only torch can decode: an extension
-    changed it, or it is not a plain dense tensor.
-    """
+    """Chunks that were looked up in their archives, by row; None: only torch decodes it (extended, or not dense)."""
 
     aligned: ClassVar[bool] = False
 
     def locate(self, tensors: IntArray) -> None:
-        """
-        Find out where the chunks of these tensors begin.
-
-        The start of a chunk stays -1 if its elements are not stored plainly in row-major order; see `archived`.
-        """
+        """Find where these tensors' chunks begin; -1 stays for one not plainly in row-major order: see `archived`."""
         index, start = self.index, self.index.chunks.start
         rows = concat_ranges(*chunk_rows(index, tensors))
         sizes = data_sizes(self.record)[index.chunks.file[rows]]
@@ -273,7 +254,6 @@ class TorchSource(Source):
         return Item(int(self.index.chunks.file[chunk]), offset, nbytes, key)
 
     def check(self, tensors: IntArray) -> None:
-        """Check that the chunks of these tensors tile them, and lie inside their files."""
         self.locate(tensors)
         check_tensors(self.index, tensors, data_sizes(self.record), aligned=False)
 
@@ -570,12 +550,8 @@ def view_of(reader: BlobReader, item: Item) -> Callable[[int, int], bytes]:
 def bad_archives(
     files: ItemFiles, items: Sequence[tuple[Item, Sequence[str]]], keys_at: KeysAt, uncompared: set[int]
 ) -> Iterator[errors.CheckpointError]:
-    """
-    Compare archives in a file with the CRC-32 checksums in them: all there is to verify where a file has no digests.
-
-    `items` come with their stream extensions. The file is added to `uncompared` if some of its bytes have no checksum. With
-    `torch.serialization.set_crc32_options(False)` torch writes wrong ones; such a file looks damaged.
-    """
+    """Compare archives in a file with the CRC-32 checksums in them, all that a file without digests has."""
+    # After `torch.serialization.set_crc32_options(False)` torch writes wrong ones: such a file looks damaged.
     if not items:
         return
     name, found, parts = files.entries[items[0][0].file].name, list[errors.CheckpointError](), list[ArchiveEntry]()

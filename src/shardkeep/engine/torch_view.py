@@ -1,8 +1,7 @@
 """
 A checkpoint of any layout, described by torch's metadata classes: for `dcp.load` and for conversion to torch's layout.
 
-Keys are those that torch's flattening gives the saved state. Values that torch does not flatten, such as a list of numbers
-or a tuple of tensors, are objects, which are assembled when they are read.
+Keys are those of torch's flattening. Values that it does not flatten, such as a list of numbers, are objects.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ class StoredChunk(NamedTuple):
     """The location of a chunk, in `Metadata.storage_data`."""
 
     row: int
-    """The row of its tensor in the index."""
     offsets: tuple[int, ...]
     relative_path: str
     offset: int
@@ -54,7 +52,6 @@ class TorchView:
     def __init__(self, source: Source, *, tree: Node = None) -> None:
         self._source = source
         self.rows: dict[str, int] = {}
-        """The row of each tensor in the index."""
         self.paths: dict[str, tuple[str | int, ...]] = {}
         """Of each tensor and object, the keys and positions in the nested state, in its order."""
         self.objects: dict[str, Any] = {}

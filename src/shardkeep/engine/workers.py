@@ -1,8 +1,7 @@
 """
 Threads that share a list of tasks, the memory they use, and the windows they read and write files through.
 
-The first failure stops all threads, and is raised by the caller. Windows are ordinary memory, or pinned if much is copied from
-or to accelerators. Torch is imported only if there are tensors on an accelerator, so that files can be verified without it.
+Torch is imported only if there are tensors on an accelerator, so that files can be verified without it.
 """
 
 from __future__ import annotations
@@ -52,11 +51,7 @@ class Scattered:
     """The index of the accelerator it is on; None for host memory."""
 
     def read(self, start: int, stop: int, into: memoryview, *, queued: bool = False) -> None:
-        """
-        Copy bytes `start..stop` of its row-major form, which are whole elements.
-
-        With `queued`, a copy from an accelerator is only queued on its current stream.
-        """
+        """Copy whole elements, bytes `start..stop` of the row-major form; `queued`: an accelerator only queues it."""
         raise NotImplementedError
 
     def write(self, box: Box, data: memoryview, shape: Ints, part: Box) -> None:
@@ -77,8 +72,6 @@ class Scattered:
 
 
 class WorkerBudget(NamedTuple):
-    """How a budget of memory is spent."""
-
     threads: int
     window_nbytes: int
     """Of each thread."""
@@ -94,11 +87,7 @@ class WorkerBudget(NamedTuple):
 def divide_budget(
     threads: int, budget_nbytes: int, window: int = WINDOW_NBYTES, *, coded: bool = False, part_nbytes: int = 0
 ) -> WorkerBudget:
-    """
-    Divide a budget: fewer threads and smaller windows if it is small, but at least one thread with a small window.
-
-    `coded`: bytes go through codecs. `part_nbytes`: what a store keeps of each open file until it can be sent; 0: nothing.
-    """
+    """Divide a budget: at least one thread with a small window. `part_nbytes`: what a store keeps of an open file."""
 
     def held(count: int, nbytes: int) -> int:
         """Return what `count` threads with windows of `nbytes` hold, without the room."""
@@ -134,7 +123,6 @@ def divide_budget(
 def limits_for_reads(
     store: object, options: Options, window_nbytes: int = WINDOW_NBYTES, *, coded: bool = False
 ) -> tuple[int, int]:
-    """Return the number of threads that read from a store, and the size of the window of each."""
     threads = preferred_requests(store, options.io_threads)
     return divide_budget(threads, options.host_budget_bytes, window_nbytes, coded=coded)[:2]
 
@@ -165,12 +153,11 @@ def run_workers(
     """
     Do every task on one of `threads` threads, each with its own reused page-aligned buffer.
 
-    If a task fails, no other task is started, those in progress end, and the first exception is raised. A `scope` is then
-    cancelled too, and if it is no longer wanted, SaveCancelled is raised.
-
-    `work` returns whether it waited for a device: threads that do not wait only get in each other's way if there are more than
-    cores, so these leave. `lend` makes a buffer, on the thread that uses it; by default of ordinary memory. `on_stop` is called
-    on a failure, or when the caller is interrupted; it must neither wait nor raise, and may be called again.
+    If a task fails, no other is started, those in progress end, and the first exception is raised. A `scope` is then
+    cancelled too, and if it is no longer wanted, SaveCancelled is raised. `work` returns whether it waited for a
+    device: threads that do not wait only get in each other's way if there are more than cores, so these leave. `lend`
+    makes a buffer, on the thread that uses it. `on_stop` is called on a failure or an interrupt; it must neither wait
+    nor raise, and may be called again.
     """
     queue = iter(tasks)
     lock = threading.Lock()
@@ -246,9 +233,9 @@ def windows_for(
     """
     Return the function that gives each of at most `threads` threads one window of `nbytes`, to use while inside.
 
-    The thread that uses the window must call it: if `memory` is on an accelerator, the function also switches the thread to
-    that device, and to a stream of its own that comes after these events, by default after all the caller has queued. On a
-    shared stream, a thread that waits for its own copies would wait for those of all threads.
+    The thread that uses the window must call it: if `memory` is on an accelerator, it switches the thread to that
+    device, and to a stream of its own after these events, by default after all the caller has queued. On a shared
+    stream, a thread that waits for its own copies would wait for those of all threads.
     """
     on_accelerators = [each for each in memory if each.accelerator is not None]
     if not on_accelerators:

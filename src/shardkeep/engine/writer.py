@@ -1,10 +1,10 @@
 """
-The write pipeline: windows of a file are gathered from tensors, hashed while in cache, and written, on a few threads.
+The write pipeline of all layouts: windows of a file are gathered from tensors, hashed while in cache, and written.
 
-Memory beyond the state is one window for each thread. The thread that writes the last window of a file makes it durable. If
-anything fails, every file of the call is removed. All layouts are written here. In the native layout the header, which
-contains the digests, comes before the data and is written last; if a store takes bytes only in order, it is written first, and
-the digests go into a sidecar file. In torch's layout the digests are kept elsewhere.
+Memory beyond the state is one window for each thread. The thread that writes the last window of a file makes it
+durable. If anything fails, every file of the call is removed. The native header, with the digests, is written last; if
+a store takes bytes only in order, it is written first, and the digests go into a sidecar file. In torch's layout the
+digests are kept elsewhere.
 """
 
 from __future__ import annotations
