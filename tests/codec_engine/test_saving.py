@@ -298,9 +298,6 @@ def test_codecs_need_no_room_for_what_they_save(tmp_path, monkeypatch):
     assert bits(loaded(store, state)) == bits(state)
 
 
-# -- stores that take bytes only in order ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("codecs", [None, ["zstd"], {"model": ["lz4"]}])
 def test_bytes_come_in_order_where_a_store_wants_them_so(codecs):
     """One thread writes every blob from its first byte to its last; several stay within what they have under way."""
@@ -329,9 +326,6 @@ def test_windows_of_a_large_file_are_parts_of_its_upload():
     assert first[0] == header[1] <= MIB
     assert all(offset % (8 * MIB) == 0 and nbytes == 8 * MIB for offset, nbytes in middle)
     assert len(middle) == 9
-
-
-# -- two saves that commit at once ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("overwrite", [True, False])

@@ -183,9 +183,6 @@ def test_places_that_no_file_can_have(tmp_path):
     assert os.listdir(tmp_path) == ["ck"]
 
 
-# -- files of torch.save -----------------------------------------------------------------------------------------------
-
-
 def fails_to_dcp(tmp_path, expected, *, match=None):
     """Convert a file that is broken, over a checkpoint that is not: all is as it was."""
     if not (tmp_path / "ck").exists():

@@ -116,9 +116,6 @@ def test_older_readers_see_the_same_index():
     assert index.keys.all() == without.keys.all()
 
 
-# -- the parts against the whole ---------------------------------------------------------------------------------------
-
-
 @cache
 def irregular():
     """An index of chunks of all shapes, in no order, beside ties and a tensor without elements; whole and encoded."""
@@ -188,9 +185,6 @@ def test_parts_hold_the_columns_of_the_whole():
     assert all(map(np.array_equal, partial.tensors.columns(), index.tensors.columns()))
     assert (partial.value_rows, partial.value_data.all(), partial.tree) == ({"v": 0}, [b"\x01"], b"")
     assert all(map(np.array_equal, partial.chunks.columns(), index.chunks.columns()))
-
-
-# -- damage and forgeries ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("section", ["directory", "parts", "value_keys", "offsets"])

@@ -266,9 +266,6 @@ def test_a_configuration_that_is_there_is_not_replaced_unasked(tmp_path, monkeyp
     assert (to / "config.json").read_text() == (to / "tokenizer.json").read_text() == "new"
 
 
-# -- torch.load --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("layout", ["native", "dcp"])
 def test_torch_opens_the_file_safely(tmp_path, layout):
     """`torch.load(weights_only=True)` gives tensors, ties and plain values, in the order of the state."""
@@ -289,9 +286,6 @@ def test_values_that_torch_would_not_open_are_refused(tmp_path):
     with pytest.raises(sk.UnsupportedLeaf, match="'odd'"):
         sk.export(tmp_path / "ck", tmp_path / "m.pt", format="torch")
     assert not (tmp_path / "m.pt").exists()
-
-
-# -- what can go wrong -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["hf", "torch"])

@@ -224,9 +224,6 @@ def test_encrypted_checkpoints_are_shared(source, tmp_path):
     assert in_any_order(sk.open(plain).to_dict()) == in_any_order(sk.open(source).to_dict())
 
 
-# -- checks ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("deep", [True, False])
 def test_a_check_is_shared(source, tmp_path, deep):
     """Each rank reads some of the files; damage that any of them finds is raised on all, by file."""
@@ -264,9 +261,6 @@ def test_a_check_reads_every_byte_once(source, tmp_path):
     read = run_thread_ranks(2, verify)
     assert read[0] | read[1] == data_files
     assert read[0] & read[1] == set()
-
-
-# -- process groups ----------------------------------------------------------------------------------------------------
 
 
 def export_in_group(source, to, **more):

@@ -260,9 +260,6 @@ def test_large_files_are_not_held_in_memory(tmp_path):
     assert torch.equal(sk.open(to)["t"].tensor(), ((rows[:256] << 17) + columns).int().t())
 
 
-# -- what is not plain -------------------------------------------------------------------------------------------------
-
-
 def test_classes_are_values_that_need_permission(tmp_path):
     """Objects of other classes neither run nor hide the tensors beside them; with `allow_pickle` they come back."""
     odd = {"mine": Mine(3), "args": argparse.Namespace(lr=0.1), "kind": Mine, "type": int, "list": [1, Mine(4)],
@@ -346,9 +343,6 @@ def test_other_files_say_what_they_are(tmp_path, kind):
 
 
 REFUSED = (sk.DamagedCheckpoint, sk.StateError, sk.PickleRefused)
-
-
-# -- damage ------------------------------------------------------------------------------------------------------------
 
 
 def test_every_byte_counts(tmp_path):

@@ -33,9 +33,6 @@ LOSSES = st.sampled_from([None, 0.0, 1.0, 2.0, 3.0, math.nan, math.inf])
 CHANGES = ("create", "write_at", "finish", "put", "delete")
 
 
-# -- what jobs see of the root
-
-
 class View:
     """A root as one job sees it: its disk can fail in places, and the job can die, after which it does nothing more."""
 
@@ -80,9 +77,6 @@ class _Place(FaultyStore):
     def put(self, name, data, **how):
         super().put(name, data, **how)
         self._view.commits += name == RECORD
-
-
-# -- the model
 
 
 @dataclass

@@ -22,9 +22,6 @@ def holder_of(root):
     return msgspec.json.decode(root.get(LEASE_NAME, limit=4096), type=Holder)
 
 
-# -- jobs that come back
-
-
 def test_a_job_that_was_taken_over_by_one_that_has_ended_saves_no_more(tmp_path):
     """What the other one has saved is as it was, and a third one begins at once; no job is said to be there."""
     with checkpointer(tmp_path, asynchronous=False) as first:
@@ -110,9 +107,6 @@ def test_a_job_that_comes_and_goes_while_a_lease_is_put_back_is_noticed():
     with pytest.raises(sk.LeaseLost, match="came and went"):
         lease.check()
     lease.release()
-
-
-# -- stores that fail for a while
 
 
 class Away(Hooked):

@@ -30,9 +30,6 @@ def groups(step):
     return {f"part{number}": {"w": torch.arange(20_000.0) + step + number} for number in range(4)}
 
 
-# -- copying
-
-
 def copied(source, target, names=None, wanted=lambda: True):
     record = read_record(source)
     return copy_files(source, target, record, list(names or record.names), OPTIONS, wanted)
@@ -138,9 +135,6 @@ def test_a_copy_that_is_cancelled_ends_soon():
         copied(source, target, wanted=wanted)
     assert 0 < len(list(target.list())) <= 3
     assert copied(source, target).nbytes < read_record(source).stored_nbytes
-
-
-# -- failures
 
 
 @pytest.mark.parametrize(("verb", "start"), [("create", "part"), ("put", "claim"), ("put", "shardkeep"), ("list", "")])
@@ -405,8 +399,6 @@ def test_a_job_that_loses_the_far_root_promotes_no_more(tmp_path):
     assert committed(far) == [1, 2]
     assert committed(tmp_path / "a") == [1, 3]
 
-
-# -- killed
 
 JOB = """
 import os, signal, sys, time, torch, shardkeep as sk

@@ -197,9 +197,6 @@ def test_all_ranks_save_the_last_step_or_none_does(tmp_path, rank_pool, how, ste
     assert sk.open(tmp_path / f"step-{steps[-1]}").record.world_size == 2
 
 
-# -- decisions themselves, by ranks in threads
-
-
 def decisions_of(world, *, decide=lambda asked: Decision(why=" ".join(asked)), asked=(), **clock):
     """Return the decisions of a rank, which saves what it is asked for; `asked` are requests that reach this rank."""
     return StepDecisions(world, "s", lambda: [asked.pop() for _ in asked[:1]], decide, Clock(**clock))

@@ -22,8 +22,6 @@ from shardkeep.storage.retry import RetryingStore, RetryPolicy
 from tests.manage.scene import QUICK, FarRoot, checkpointer, state_at
 from tests.manage.test_tiers import committed, groups
 
-# -- who goes first
-
 
 def test_a_save_goes_first(tmp_path):
     """While one is under way each window of a promotion waits a moment, before and after it none does."""
@@ -114,9 +112,6 @@ def test_promotions_stand_back(tmp_path):
     assert mine == os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
-# -- what arrives
-
-
 def flipping(target, start):
     """A store that keeps another byte than it was given, in the middle of a file."""
     create = target.create
@@ -188,9 +183,6 @@ def test_which_stores_check_what_arrives(tmp_path):
         LocalStore(tmp_path),
     ):
         assert not verifies_uploads(store)
-
-
-# -- what is said
 
 
 def traced(folder):

@@ -29,9 +29,6 @@ def files_of(place):
     return {file.name: file.read_bytes() for file in place.iterdir()}
 
 
-# -- which are promoted
-
-
 def entry(step, save_id="a", *, timeline=0, pinned=False, **more):
     record = Record(
         save_id=save_id,
@@ -72,9 +69,6 @@ def test_what_is_to_be_promoted(near, far, more, wanted):
     """What is due, is not there as this save or a newer one, and would be kept."""
     found = to_replicate(near, far, **{"policy": KeepAll(), "now": NOW, **more})
     assert [each.step for each in found] == wanted
-
-
-# -- what is where
 
 
 @pytest.mark.parametrize("codecs", [None, ["zstd"]])
@@ -165,9 +159,6 @@ def test_two_jobs_do_not_promote_to_one_root(tmp_path):
     assert not (tmp_path / "b" / "step-2").exists()
     with pytest.raises(sk.StateError, match="is the root itself"):
         checkpointer(tmp_path / "a", promote_to=tmp_path / "b" / ".." / "a")
-
-
-# -- what is restored
 
 
 def two_roots(tmp_path, steps=2):

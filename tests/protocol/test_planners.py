@@ -319,8 +319,6 @@ def test_an_option_without_effect_is_said(caplog):
     assert "dedup_replicated_tensors" in caplog.text
 
 
-# -- users' planners ---------------------------------------------------------------------------------------------------
-
 CALLS = (
     "set_up_planner create_local_plan create_global_plan finish_plan resolve_data lookup_object transform_object "
     "load_bytes resolve_tensor commit_tensor lookup_tensor transform_tensor"

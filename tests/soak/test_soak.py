@@ -46,9 +46,6 @@ def test_rounds_are_decided_by_the_seed(decide, short, kinds, count):
     assert {each.chaos for each in rounds} == {*kinds, "calm"}
 
 
-# -- the checker
-
-
 def newest(root):
     return max(root.glob("step-*"), key=lambda place: int(place.name.removeprefix("step-")))
 

@@ -31,8 +31,6 @@ def test_a_short_soak(tmp_path, s3_server, capsys):
         assert len(soak.ledger.acked) > 3
 
 
-# -- the checker
-
 UPLOAD = b"begun, and never finished"
 
 
