@@ -1,12 +1,8 @@
 """
 The API of `torch.distributed.checkpoint` on shardkeep's engine: the same names, modules, arguments and files.
 
-    import shardkeep.dcp as dcp
-
-For code that imports torch's module itself, call `shardkeep.dcp.install()` before that import.
-
-Each module re-exports the names of torch's module, whether torch's module defines them or imports them, because people
-import both from there. The implementation is in `_impl`.
+For code that imports torch's module itself, call `shardkeep.dcp.install()` before that import. Each module re-exports
+all names of torch's module, also those that it imports, because people import both from there.
 """
 
 from importlib import import_module

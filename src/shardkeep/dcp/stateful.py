@@ -7,11 +7,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 @runtime_checkable
 class Stateful(Protocol):
-    """
-    An object that can be saved and restored: modules, optimizers, schedulers, data loaders.
-
-    Any object with these two methods is one; nothing needs to be inherited.
-    """
+    """An object that can be saved and restored, such as a module, an optimizer or a data loader; no base class."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the object's state. Also called when loading: what is returned is then filled in place."""

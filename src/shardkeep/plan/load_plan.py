@@ -1,15 +1,12 @@
 """
-The plan of a load: which stored bytes go where, and which reads bring them.
+The plan of a load: which stored bytes go where, and which reads bring them. Nothing is read here.
 
-First every destination box is intersected with the stored chunks of its tensor (`plan_load`). Where the common part is
-one run of bytes both in the file and in the destination it is a *run*, which can be read straight into place; otherwise
-it is a *scatter*, copied box by box out of a buffer.
+`plan_load` intersects every destination box with the stored chunks of its tensor. Where the common part is one run of
+bytes both in the file and in the destination it is a *run*, which can be read straight into place; otherwise it is a
+*scatter*, copied box by box out of a buffer.
 
-Then the runs and scatters of each file become reads (`plan_files`). A block is read whole, because its checksum covers
-all of it. Blocks that lie inside one run are read directly into the run's memory; every other needed block is read once
-into a buffer, from which its parts are copied.
-
-Pure functions on columns of numbers: nothing is read here.
+`plan_files` turns these into reads. A block is read whole, because its checksum covers all of it: directly into memory
+if it lies inside one run, else once into a buffer, from which its parts are copied.
 """
 
 from __future__ import annotations
@@ -75,10 +72,9 @@ class Scatter:
     start: int
     """Byte offset of the chunk in its file's data; -1: it is not stored as plain row-major elements, and the layout says how."""
     shape: Ints
-    """Shape of the chunk."""
     itemsize: int
     source: Box
-    """The wanted box, inside the chunk."""
+    """Inside the chunk."""
     want: int
     """Row of the destination."""
     target: Box
@@ -90,12 +86,7 @@ class Scatter:
 def plan_load(
     index: Index, requests: ReadRequests, data_nbytes: IntArray, *, aligned: bool = True, complete: bool = True
 ) -> tuple[Runs, list[Scatter]]:
-    """
-    Find the stored bytes of every request, and check the stored chunks that it touches.
-
-    What they have in common with a box must tile it, if it must be `complete`. The rest of their tensor is not looked at:
-    `check_tensors` does that.
-    """
+    """Find the stored bytes of every request, which must tile it if it must be `complete`."""
     owner = np.asarray(index.tensors.alias[requests.tensor], np.int64)
     want, rows = _overlapping(index, owner, requests)
     chunks, tensor = index.chunks.take(rows), owner[want]
@@ -164,11 +155,7 @@ def _tuples(boxes: Boxes, ndim: Sequence[int]) -> list[Box]:
 
 
 def check_tensors(index: Index, tensors: IntArray, data_nbytes: IntArray, *, aligned: bool = True) -> None:
-    """
-    Check that the stored chunks of these tensors tile them, and lie inside their files.
-
-    Chunks of the native layout are also `aligned`: they begin at a multiple of their element size.
-    """
+    """Check that the stored chunks of these tensors tile them, lie inside their files and, if asked, are `aligned`."""
     chunks, local, boxes = _chunks_of(index, tensors)
     good = tiled(np.asarray(index.tensors.shape[tensors], np.int64), local, boxes)
     itemsize = ITEMSIZES[index.tensors.dtype[tensors]][local]
@@ -188,7 +175,6 @@ def _lie_inside(
 
 
 def _raise_if_any(index: Index, bad: IntArray) -> None:
-    """Raise the error of tensors whose stored chunks are wrong."""
     if len(bad):
         key = index.keys.raw(int(bad.min())).decode()
         raise MalformedFile(
@@ -254,8 +240,6 @@ class Intervals(Generic[T]):
 
 @dataclass(frozen=True)
 class FileReads:
-    """Everything to read from one file."""
-
     file: int
     reads: list[Read]
     edges: Intervals[Read]
@@ -266,7 +250,6 @@ class FileReads:
 def plan_files(
     runs: Runs, scatters: Sequence[Scatter], files: Sequence[FileEntry], *, window_nbytes: int
 ) -> list[FileReads]:
-    """Turn what is wanted of all files into reads of at most `window_nbytes`, file by file."""
     runs = runs.take(np.argsort(runs.file, kind="stable"))
     by_file: dict[int, list[Scatter]] = {}
     for scatter in scatters:
@@ -290,11 +273,7 @@ def plan_files(
 def plan_reads(
     file: int, runs: Runs, scatters: Sequence[Scatter], *, data_nbytes: int, block_nbytes: int, window_nbytes: int
 ) -> FileReads:
-    """
-    Turn what is wanted of one file into reads of at most `window_nbytes`.
-
-    With `block_nbytes` 0 there are no checksums, and only small gaps are read without being wanted.
-    """
+    """Turn what is wanted of one file into reads; with `block_nbytes` 0, nothing unwanted but small gaps."""
     gap_nbytes = block_nbytes or _GAP_NBYTES
     block_nbytes = block_nbytes or 1
     stop = runs.start + runs.nbytes
@@ -340,7 +319,6 @@ def every_block(file: int, data_nbytes: int, *, window_nbytes: int) -> FileReads
 
 
 def _union(low: IntArray, high: IntArray) -> list[tuple[int, int]]:
-    """Merge intervals that touch or overlap."""
     if len(low) == 0:
         return []
     order = np.argsort(low, kind="stable")

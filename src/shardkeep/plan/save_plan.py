@@ -1,8 +1,4 @@
-"""
-The plan of a save, made by rank 0 from the manifests of all ranks: merge, deduplicate, balance, validate, assign to files.
-
-Pure functions on columns. Half a million shards take about a second.
-"""
+"""The plan of a save, made by rank 0 from all manifests: merge, deduplicate, balance, validate, assign to files."""
 
 from __future__ import annotations
 
@@ -50,10 +46,8 @@ if TYPE_CHECKING:
 
 class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
     """
-    What one rank holds, as columns that are sent to rank 0 without pickle. Arrays of whole numbers are packed (`pack`), and those of
-    bytes are sent as they are.
-
-    Equal parts of many ranks' manifests (keys, tree, values) are equal bytes, so rank 0 decodes each different one once.
+    What one rank holds, as columns that are sent to rank 0 without pickle. Arrays of whole numbers are packed (`pack`).
+    Equal parts of manifests (keys, tree, values) are equal bytes, so rank 0 decodes each different one once.
     """
 
     axes: int
@@ -70,8 +64,8 @@ class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
     check_replicas: bool = False
     samples: bytes = b""
     """
-    Pairs of 8 bytes: a shard's row, and a digest of a few of its elements, for a few shards; if replicas are compared, of all
-    elements, for all shards. They find replicas that have diverged.
+    Pairs of 8 bytes: a shard's row, and a digest of a few of its elements; if replicas are compared, of all elements,
+    for all shards. They find replicas that have diverged.
     """
     tree: bytes = b""
     """The state's skeleton (`format.values`)."""
@@ -80,7 +74,6 @@ class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pairs_of(samples: bytes) -> IntArray:
-    """Return the pairs of a manifest's samples."""
     return np.frombuffer(samples, "<i8").reshape(-1, 2)
 
 
@@ -101,15 +94,14 @@ BUFFER = 4
 """The flag of a module's buffer. A forward pass may leave it different on each rank, and one rank's is saved."""
 SMALL_NBYTES = 64 << 10
 """
-Replicas up to this size are written by the lowest rank that has them, like buffers: in a plain state dict, only
-its size suggests that a tensor is a buffer. The others are divided so that all ranks write about as much, these included.
+Replicas up to this size are written by the lowest rank that has them, like buffers: in a plain state dict, only its
+size suggests that a tensor is a buffer. The others are divided so that all ranks write about as much, these included.
 """
 
 
 def manifest_of(
     d: Description, *, groups: list[str], flags: npt.NDArray[np.uint8], alias: IntArray, **more: Any
 ) -> RankManifest:
-    """Return the columns of a description as they are sent; `more` are the fields that it does not have."""
     names = TensorNames(
         keys=d.keys,
         groups=groups,
@@ -150,7 +142,6 @@ class PlannedFile(msgspec.Struct, frozen=True, array_like=True):
     data_nbytes: int
     block_nbytes: int
     chain: int | None
-    """Its codec chain."""
 
 
 @decodable
@@ -179,8 +170,6 @@ MOST_GROUPS = 8
 
 @dataclass(frozen=True)
 class Shards(Boxes):
-    """Every shard that any rank holds."""
-
     tensor: IntArray
     rank: IntArray
     row: IntArray
@@ -225,8 +214,6 @@ ChainOf = Callable[[list[str], IntArray], "list[int | None]"]
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """All that rank 0 plans."""
-
     keys: list[str]
     """Sorted by UTF-8 bytes."""
     tensors: Tensors
@@ -241,8 +228,6 @@ class CheckpointPlan:
 
 @dataclass(frozen=True)
 class Merged:
-    """What all ranks hold."""
-
     keys: list[str]
     groups: list[str]
     tensors: Tensors
@@ -266,11 +251,7 @@ def plan_save(
     *,
     warn: Warn = lambda _: None,
 ) -> CheckpointPlan:
-    """
-    Plan which rank writes which part of which tensor into which file; a file has one codec chain.
-
-    `warn` gets an error that names replicated tensors whose samples differ; if replicas are compared, it is raised.
-    """
+    """Plan which rank writes which part of which tensor into which file; `warn` hears of replicas that differ."""
     checking = [rank for rank, d in enumerate(manifests) if d.check_replicas]
     if 0 < len(checking) < len(manifests):
         other = next(rank for rank, d in enumerate(manifests) if not d.check_replicas)
@@ -289,7 +270,6 @@ def plan_save(
 def lay_out(
     merged: Merged, pieces: PlannedChunks, sampled: SampledReplicas | None, world_size: int, chain: list[int | None]
 ) -> CheckpointPlan:
-    """Assign chunks to files; `chain` is the codec chain of each tensor."""
     files, ranks, pieces = _assign_files(merged, pieces, world_size, chain)
     if np.any(np.array([file.chain for file in files], object)[pieces.file] != np.array(chain, object)[pieces.tensor]):
         raise StateError("a tensor would miss the codecs, or the encryption, asked for it", hint="please report this")
@@ -298,12 +278,12 @@ def lay_out(
 
 def plan_whole_shards(manifests: Sequence[RankManifest], *, to_lowest: bool, warn: Warn) -> CheckpointPlan:
     """
-    Plan which rank writes which shard, for a layout in which each is an item of its own: the shards are sorted by rank, and files
-    are not planned.
+    Plan which rank writes which shard, where each is an item of its own: none is divided or tied, and files are
+    not planned.
 
-    No shard is divided, and no tensor is stored in the place of another. A replicated one goes to the rank with least to write,
-    or to the lowest rank that has it. Where ranks have different tensors of one name, or replicas have diverged, the first rank's
-    is written, with a warning. What one rank holds alone need not be complete: others may save the rest elsewhere.
+    A replicated shard goes to the rank with least to write, or to the lowest that has it. Where ranks have different
+    tensors of one name, or replicas have diverged, the first rank's is written, with a warning. What one rank holds
+    alone need not be complete: others may save the rest elsewhere.
     """
     merged = merge(manifests, warn)
     pieces, sampled = assign_writers(merged, merged.shards, len(manifests), warn, whole=True, to_lowest=to_lowest)
@@ -402,11 +382,8 @@ def _merge_tensors(
 
 
 def _ties(manifests: Sequence[RankManifest], places: dict[bytes, IntArray], origin: IntArray) -> IntArray:
-    """
-    Find for each tensor the one it is tied to, in whose place it is not stored: itself, or another of its kind.
-
-    A tensor need not be stored if every rank that holds boxes of it holds them in the memory of one other tensor.
-    """
+    """Find for each tensor the one in whose place it is stored: itself, or another of its kind."""
+    # A tensor need not be stored if every rank that holds boxes of it holds them in the memory of one other tensor.
     mates: dict[int, frozenset[int]] = {}
     alone = np.zeros(len(origin), bool)
     for raw, alias in dict.fromkeys((d.names, d.alias) for d in manifests):
@@ -445,8 +422,8 @@ def assign_writers(
     merged: Merged, shards: Shards, world_size: int, warn: Warn | None, *, whole: bool = False, to_lowest: bool = False
 ) -> tuple[PlannedChunks, SampledReplicas | None]:
     """
-    Assign every box to one writer: unique boxes to their holder; replicas that are small, of buffers or different to their lowest
-    holder, so that what belongs together comes from one rank; the others to the holder with least to write.
+    Assign every box to one writer: unique boxes to their holder; replicas that are small, of buffers or different to
+    their lowest holder, so that what belongs together comes from one rank; the others to who has least to write.
     """
     itemsizes = ITEMSIZES[merged.tensors.dtype]
     nbytes = shards.boxes.volumes() * itemsizes[shards.tensor]
@@ -492,10 +469,7 @@ def _share_replicas(
 
 
 def _group_equal(shards: Shards) -> tuple[IntArray, IntArray, IntArray]:
-    """
-    Find shards that are the same box of the same tensor. Return the rows of unique shards; the rows of the others, group
-    after group and by rank in each; and where each group begins among those.
-    """
+    """Find equal boxes: return rows of unique shards, rows of the others by group and rank, and where groups begin."""
     columns = [shards.tensor, *shards.offsets.T, *shards.sizes.T]
     rng = default_rng()
     while True:
@@ -545,10 +519,7 @@ def _difference(merged: Merged, members: Shards, first: IntArray, differing: Int
 
 
 def _check_tiling(merged: Merged, pieces: PlannedChunks, tied: Shards, *, complete: bool = True) -> None:
-    """
-    Check that every tensor is complete: by what is written of it, or, if it is tied, by what the ranks hold of it. If it need not
-    be `complete`, its boxes must be disjoint and inside it.
-    """
+    """Check that what ranks write, or hold if `tied`, tiles each tensor; if not `complete`: is disjoint and inside."""
     lone, members, first = _group_equal(tied)
     distinct = tied.take(np.concatenate([lone, members[first]]))
     tensor = np.concatenate([pieces.tensor, distinct.tensor])
@@ -577,8 +548,8 @@ def _assign_files(
     merged: Merged, pieces: PlannedChunks, world_size: int, chain: list[int | None]
 ) -> tuple[list[PlannedFile], IntArray, PlannedChunks]:
     """
-    Lay chunks end to end in files: one for each rank, group and codec chain, or several if they are large. safetensors allows
-    no gaps, so chunks are sorted by the power of two that divides their size, and each begins at a multiple of its own.
+    Lay chunks end to end in files: one for each rank, group and codec chain, or several if they are large. safetensors
+    allows no gaps, so chunks are sorted by the power of two that divides their size: each begins at a multiple of it.
     """
     safe = {group: re.sub(r"[^A-Za-z0-9_]+", "_", group)[:60].strip("_") or "state" for group in set(merged.groups)}
     if len(set(safe.values())) > MOST_GROUPS:
@@ -632,9 +603,9 @@ def assign_replicas(
     """
     Assign each group of replicas to the rank with least to write, largest first; divide large boxes over several ranks.
 
-    `load` is what each rank has to write already, and is updated. `first` and `count` are where each group's ranks are in
-    `holder`, ascending; `rows` is the extent of its box along the axis it can be divided on, or 1. Returns columns with one
-    row for each slice: the group, the position in `holder` of its writer, first row, end row.
+    `load` is what each rank has to write already, and is updated. `first` and `count` are where each group's ranks are
+    in `holder`, ascending; `rows` is the extent of its box along the axis it can be divided on, or 1. Returns for each
+    slice: the group, the position in `holder` of its writer, first row, end row.
     """
     slices: list[tuple[int, int, int, int]] = []
     order = np.argsort(-nbytes, kind="stable")
@@ -718,10 +689,8 @@ def divide_into_parts(
 
 
 def divide_chunks(nbytes: IntArray, parts: int) -> IntArray:
-    """
-    Return the part of each chunk. Large chunks go to the smallest part, largest first. Small ones then fill the parts up to
-    one level; neighbours stay together, because they are read in one request.
-    """
+    """Return the part of each chunk. Small ones stay with their neighbours, as they are read in one request."""
+    # Large chunks go to the smallest part, largest first; small ones then fill the parts up to one level.
     part = np.zeros(len(nbytes), np.int64)
     loads = [(0, each) for each in range(parts)]
     large = np.flatnonzero(nbytes >= SLICE_NBYTES)
@@ -764,7 +733,6 @@ def merge_rank_values(by_rank: Sequence[bytes]) -> list[tuple[str, bytes]]:
 
 
 def check_no_tensors(values: Iterable[str], tensors: Sequence[str], manifests: Sequence[RankManifest]) -> None:
-    """Check that no plain value has the key of a tensor, which are sorted."""
     for key in values:
         at = bisect_left(tensors, key.encode(), key=str.encode)
         if at == len(tensors) or tensors[at] != key:

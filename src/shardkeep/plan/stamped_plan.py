@@ -1,10 +1,10 @@
 """
 The plan of a save by very many ranks, most of which hold alike.
 
-Ranks that hold the same boxes are a group of replicas, and groups whose boxes have the same sizes are of one kind. One group of each
-kind is planned as if it were alone, and its plan is stamped for the others, with their offsets. That is right if no two
-groups hold the same, and then the chunks tile every tensor, which is checked. An exception are tensors that several groups hold
-whole, such as scalars of an optimizer: the lowest rank writes them.
+Ranks that hold the same boxes are a group of replicas, and groups whose boxes have the same sizes are of one kind. One
+group of each kind is planned, and its plan is stamped for the others, with their offsets: right if no two groups hold
+the same, and then the chunks tile every tensor, which is checked. Tensors that several groups hold whole, such as
+scalars of an optimizer, are written by the lowest rank.
 """
 
 from __future__ import annotations
@@ -51,11 +51,10 @@ class Stamp:
     plan: CheckpointPlan
     """Its ranks are numbered within the group."""
     ranks: IntArray
-    """The ranks of each group, a row for each."""
     offsets: npt.NDArray[Any]
     """For each group of the kind and each row of its manifests."""
     at: IntArray
-    """Where these groups are there."""
+    """Where these groups are in `offsets`."""
 
     def plans(self) -> Iterator[tuple[list[int], CheckpointPlan]]:
         """Return the ranks and the plan of every group."""
@@ -208,7 +207,6 @@ def _stamped(merged: Merged, sampled: SampledReplicas, stamps: list[Stamp], worl
 
 
 def _sorted(parts: list[Columns]) -> Columns:
-    """Return the chunks of all stamps by tensor, and by their offsets in each."""
     columns = tuple(map(np.concatenate, zip(*parts, strict=True)))
     if len(parts) > 1:
         order = np.argsort(columns[0], kind="stable")
