@@ -78,7 +78,6 @@ class GroupSaves:
         self.saver: SaverProcess | None = None
         """The process that writes, once there is one; used by the thread of this queue alone."""
         self.starting = threading.Lock()
-        """Held while that process is started."""
 
     def begin(self, started: StartedSave[T]) -> SaveFuture[T]:
         """Go on with a save that the engine has started, after those before it."""
@@ -134,15 +133,10 @@ Staged = protocol.STATE_DICT_TYPE | Future[protocol.STATE_DICT_TYPE]
 
 
 class _SaveArgs(NamedTuple):
-    """What a save is called with, besides the state and the ranks."""
-
     checkpoint_id: str | os.PathLike[str] | None
     storage_writer: protocol.StorageWriter | None
     planner: protocol.SavePlanner | None
     use_collectives: bool
-
-
-# -- executors ---------------------------------------------------------------------------------------------------------
 
 
 class _AsyncCheckpointExecutor(abc.ABC):
@@ -270,20 +264,14 @@ def _save_remotely(
 
 
 def _start_saver(saves: GroupSaves, world: RankAndSize | None) -> SaverProcess:
-    """
-    Return the process of a group, which is started if there is none, or if it has died.
-
-    First called on the thread of the caller: once the main script has ended, which is before the last save has, Python no
-    longer knows where the script is, and a process that is started then has none of its classes.
-    """
+    """Return the process of a group; a new one if there is none, or if it has died."""
+    # First called on the thread of the caller: once the main script has ended, which is before the last save has,
+    # Python no longer knows where the script is, and a process that is started then has none of its classes.
     with saves.starting:
         # A dead process is not closed here: the thread that uses it may be about to notice.
         if saves.saver is None or not saves.saver.alive():
             saves.saver = SaverProcess(world)
         return saves.saver
-
-
-# -- async_save --------------------------------------------------------------------------------------------------------
 
 
 class AsyncCheckpointerType(enum.Enum):
@@ -317,24 +305,17 @@ def async_save(
     use_collectives: bool = True,
 ) -> Future[protocol.Metadata] | AsyncSaveResponse:
     """
-    Copy a state, and save the copy in the background.
+    Copy a state, and save the copy in the background, in the order of the calls, which must be the same on all ranks.
 
-    Saves of one group run one after the other, in the order of the calls, which must be the same on all ranks. They use no
-    collectives, so the group needs no backend for the CPU.
+    Returns a future of the metadata or, with a stager that works in the background, an `AsyncSaveResponse`. The state
+    may be changed when this returns, or when `staging_completion` is done. What the stager raises fails the save on all
+    ranks. If an earlier save failed and was never retrieved on this rank, this raises `EarlierSaveFailed`; this save
+    runs all the same, and the exception's `response` is what would have been returned.
 
     Args:
         ...: Those of `save`. The `storage_writer` is also the stager, if it is one and no other is given.
         async_checkpointer_type: Save on a thread, or in a separate process, which needs an importable main module.
         async_stager: Copies the state; the caller closes it after the last save.
-
-    Returns:
-        A future of the metadata; with a stager that works in the background, an `AsyncSaveResponse`. The state may be
-        changed when this returns, or when `staging_completion` is done.
-
-    Raises:
-        EarlierSaveFailed: An earlier save of the group failed, and its result was never retrieved on this rank. This
-            save has been started all the same; the exception's `response` is what would have been returned.
-        Exception: What the stager raised. The save fails on the other ranks too.
 
     """
     in_process = async_checkpointer_type == AsyncCheckpointerType.PROCESS
@@ -460,9 +441,6 @@ def _stage_and_begin(
 
     staged.add_done_callback(pass_on)
     return response
-
-
-# -- _Checkpointer -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)

@@ -1,10 +1,4 @@
-"""
-Torch's `format_utils`: converts between files of `torch.save` and checkpoints in bounded memory, and loads such files.
-
-`dcp_to_torch_save` opens a checkpoint of any layout and writes the file with `conversion.to_file`.
-`torch_save_to_dcp` maps the file and saves it. `BroadcastingTorchSaveReader` reads a file on one rank and sends every
-rank its part of each tensor.
-"""
+"""Torch's `format_utils`: converts between files of `torch.save` and checkpoints in bounded memory, and loads files."""
 
 from __future__ import annotations
 
@@ -46,22 +40,13 @@ from shardkeep.state.flatten import flatten_state_dict, set_element
 from shardkeep.storage.base import Store, local_path
 from shardkeep.storage.file_systems import BlobInput, StreamStore
 
-# -- a checkpoint becomes a file ---------------------------------------------------------------------------------------
-
 
 def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_path: str | os.PathLike[str]) -> None:
     """
     Convert a checkpoint into a file that `torch.load` reads: nested as the state that was saved, tensors whole.
 
     The file is read back and then replaces what is at its place. Memory holds all objects, and of tensors one window a
-    thread, or two whole tensors where some were saved through an extension.
-
-    Either may also be given by its URL.
-
-    Raises:
-        CheckpointException: the checkpoint cannot be read.
-        StorageError: the file cannot be written.
-
+    thread, or two whole tensors where some were saved through an extension. Either may also be given by its URL.
     """
     target, options = to_file.destination(torch_save_path), Options()
     store = FileSystemReader(dcp_checkpoint_dir).readable_store()
@@ -108,18 +93,13 @@ def _find(store: Store | StreamStore) -> FoundCheckpoint:
             ) from error
 
 
-# -- a file becomes a checkpoint --------------------------------------------------------------------------------------
-
 _READ_AHEAD_NBYTES = 1 << 20
 
 
 def _load_dict(path: str | os.PathLike[str]) -> dict[Any, Any]:
-    """
-    Return the contents of a file of `torch.save`, on the CPU. Tensors are mapped: their bytes are read on access.
-
-    Every entry of the file is compared with its checksum first. Files in the format of torch before version 1.6 have no
-    checksums, and are read into memory, as are files of a store, given by URL.
-    """
+    """Return the contents of a file of `torch.save`, on the CPU; mapped tensors are read on access."""
+    # Every entry of the file is compared with its checksum first. Files in the format of torch before version 1.6 have
+    # none, and are read into memory, as are files of a store.
     place, name = to_file.file_at(path)
     where, blob = f"{place.url}/{name}", local_path(place) is None
     files = ItemFiles(place, {})
@@ -158,18 +138,10 @@ def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_di
     Convert a file of `torch.save`, whose top-level value must be a dict, into a checkpoint.
 
     The file is mapped and not read into memory, unless it has the form that torch wrote before version 1.6, or is in a
-    store. A checkpoint that is at the place is replaced, once the new one is complete. Either may also be given by its URL.
-
-    Raises:
-        PickleRefused: the file names a class that is not known to be safe.
-        DamagedCheckpoint: the file is no file of `torch.save`, or is damaged.
-        CheckpointException: the checkpoint cannot be written.
-
+    store. A checkpoint at the place is replaced, once the new one is complete. Either may also be given by its URL.
     """
     _save_state_dict(_load_dict(torch_save_path), storage_writer=FileSystemWriter(dcp_checkpoint_dir), no_dist=True)
 
-
-# -- a file of torch.save, loaded on many ranks ------------------------------------------------------------------------
 
 # One rank reads the file, all ranks receive the tensors through one buffer of a fixed size, and each keeps its part. The
 # coordinator first compares what all ranks want with the file, so that a problem with the file, its keys or the tensors of a
@@ -180,11 +152,7 @@ log = logging.getLogger("shardkeep")
 
 @dataclass(eq=False)
 class BroadcastingTorchSaveReader(protocol.StorageReader):
-    """
-    Reads a file of `torch.save` on one rank and gives every rank its part; made for `DynamicMetaLoadPlanner`.
-
-    Only tensors are loaded. All ranks of the default process group take part.
-    """
+    """Reads tensors of a file of `torch.save` on one rank, gives all their parts; made for `DynamicMetaLoadPlanner`."""
 
     checkpoint_id: str | os.PathLike[str] | None = None
     """The file; only the coordinator must be able to open it."""
@@ -301,11 +269,7 @@ def _check_size(key: str, source: torch.Tensor, size: Sequence[int] | None, boxe
 
 
 class DynamicMetaLoadPlanner(DefaultLoadPlanner):
-    """
-    Plans a load from the state alone, for storages that have no metadata; made for `BroadcastingTorchSaveReader`.
-
-    Only tensors are loaded.
-    """
+    """Plans a load of tensors from the state alone, for storages without metadata: `BroadcastingTorchSaveReader`."""
 
     def set_up_planner(
         self,
@@ -333,12 +297,7 @@ def _only_tensors(key: str, loader: object) -> errors.BrokenProtocol:
     )
 
 
-# -- the command -------------------------------------------------------------------------------------------------------
-
-
 class FormatMode(Enum):
-    """Which way to convert."""
-
     TORCH_TO_DCP = "torch_to_dcp"
     DCP_TO_TORCH = "dcp_to_torch"
 

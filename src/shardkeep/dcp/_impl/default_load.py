@@ -1,9 +1,8 @@
 """
 Loads by the default planner and our own reader: the engine's session, in columns. No plans of items are made.
 
-The state is flattened by torch's rules and compared with the index of the checkpoint, which may be of torch's layout or the
-native one. Tensors are filled as in every load, objects are unpickled before the first tensor is changed. What only torch can
-fill, such as a quantized tensor, is read item by item.
+The state is flattened by torch's rules and compared with the index of the checkpoint. Objects are unpickled before the
+first tensor is changed. What only torch can fill, such as a quantized tensor, is read item by item.
 """
 
 from __future__ import annotations
@@ -71,12 +70,10 @@ class DefaultTarget(LoadTarget):
     planner: DefaultLoadPlanner
 
     def begin(self) -> tuple[list[str], bool]:
-        """Make sure that there is a state."""
         self.state()
         return [], False
 
     def prepare(self, source: Source) -> StoredNames:
-        """Find the names that torch's flattening gives what is stored."""
         return StoredNames(source)
 
     @cached_property
@@ -131,7 +128,6 @@ class StoredNames:
     def __init__(self, source: Source) -> None:
         self._opened = opened = source if isinstance(source, TorchSource) else TorchView(source)
         self.tensors = opened.index.tensor_rows if isinstance(opened, TorchSource) else opened.rows
-        """The row of each tensor in the index."""
         self.paths: Mapping[str, tuple[str | int, ...]] = opened.paths
         """Of each value, the keys and positions in the nested state, in its order."""
         self.objects = set(opened.objects)
@@ -203,7 +199,6 @@ def _fillable(wanted: dict[str, Any], rows: dict[str, int], found: _Found) -> An
 
 
 def _warn_of_holes(source: Source, matched: MatchedState) -> None:
-    """Log which tensors the checkpoint does not hold all of."""
     index, d = source.index, matched.description
     rows = np.array([matched.tensors[key] for key in d.keys], np.int64)
     whole = dict(zip(d.keys, is_tiled(index, rows).tolist(), strict=True))

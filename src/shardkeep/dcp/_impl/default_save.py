@@ -1,9 +1,9 @@
 """
 Saves by the default planner and our own writer: the engine's session, in columns. No plans of items are made.
 
-The state is flattened by torch's rules. Its tensors are described as in every save. What has no plain memory, such as an object
-or a tensor of a class that only torch can write, is an item of its own, which the rank that writes it pickles. Rank 0 decides
-which rank writes what, each rank lays out its own files, and rank 0 makes the metadata from what all ranks report.
+What has no plain memory, such as an object or a tensor of a class that only torch can write, is an item of its own,
+which the rank that writes it pickles. Rank 0 decides which rank writes what, each rank lays out its own files, and rank
+0 makes the metadata from what all ranks report.
 """
 
 from __future__ import annotations
@@ -115,12 +115,7 @@ class _Planned:
 
 @dataclass
 class DefaultSave(SaveLayout):
-    """
-    A save of one rank, in the steps of `engine.save_session`.
-
-    Nothing is claimed, because files of dead saves are found by their age. The commit checks what all ranks wrote, removes it if
-    it fails, and what it replaced if not.
-    """
+    """A save of one rank. Nothing is claimed, because files of dead saves are found by their age."""
 
     _writer: FileSystemWriter
     """Set to its place."""
@@ -273,7 +268,6 @@ class DefaultSave(SaveLayout):
         return planned, answers
 
     def plan_again(self, kept: _Planned, values: list[bytes]) -> _Planned | None:
-        """Return the plan for a state with the same tensors and names; None if it does not fit."""
         return kept if kept.to_lowest == self._planner.dedup_save_to_lowest_rank else None
 
     def commit(self, planned: _Planned, written: list[WrittenFiles], labels: Labels) -> CommittedSave:
@@ -351,9 +345,6 @@ class LazyMetadata(protocol.Metadata):
         return self.__reduce_ex__(version) if self.state_dict_metadata is not None else ""
 
 
-# -- describing --------------------------------------------------------------------------------------------------------
-
-
 def _describe_values(flat: dict[str, Any]) -> tuple[Description, npt.NDArray[np.uint8], list[_Item]]:
     """Describe what has plain memory as columns, with the flags of each tensor; return the rest as items of their own."""
     tensors: dict[str, Any] = {}
@@ -428,9 +419,6 @@ def _pickled(item: _SentItem, value: Any) -> Data:
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getbuffer()
-
-
-# -- metadata ----------------------------------------------------------------------------------------------------------
 
 
 def _encode_metadata(

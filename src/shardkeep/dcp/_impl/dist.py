@@ -1,9 +1,8 @@
 """
 Steps that all ranks of a group make together. A failure of one rank is raised on all of them.
 
-Objects are pickled and exchanged through the group's key-value store instead of collectives. This needs no backend and no
-device memory. If a rank fails or dies, the others wait no longer than a deadline, and if ranks are in different steps, the
-error says so.
+Objects are pickled and exchanged through the group's key-value store, which needs no backend and no device memory. No
+rank waits for another longer than a deadline, and if ranks are in different steps, the error says so.
 """
 
 from __future__ import annotations
@@ -30,11 +29,7 @@ Decide = Callable[[list[Any]], Sequence[Any]]
 
 
 class _DistWrapper:
-    """
-    The ranks of a process group, one of which is the coordinator; only this process if `use_dist` is False.
-
-    The methods that take the name of a step raise `CheckpointException` on all ranks if a function fails on any of them.
-    """
+    """The ranks of a process group, or only this process; a step that fails on a rank is an error on all of them."""
 
     def __init__(self, group: ProcessGroup | None, use_dist: bool, coordinator_rank: int) -> None:
         self._meeting: Rendezvous | None = None
@@ -83,8 +78,6 @@ class _DistWrapper:
             ranks._meeting = meeting
             yield ranks
 
-    # -- objects -------------------------------------------------------------------------------------------------------
-
     def broadcast_object(self, object: T | None) -> T:  # noqa: A002 - torch's name
         mine = object if self.is_coordinator else None
         return cast(
@@ -115,8 +108,6 @@ class _DistWrapper:
 
         mine = object_list if self.is_coordinator else None
         return cast("T", self._exchange("scatter", lambda: mine, deal))
-
-    # -- steps ---------------------------------------------------------------------------------------------------------
 
     def reduce_scatter(self, step: str, map_fun: Callable[[], T], reduce_fun: Callable[[list[T]], list[R]]) -> R:
         """Run `map_fun` on all ranks and `reduce_fun` on all results at the coordinator; return this rank's item."""

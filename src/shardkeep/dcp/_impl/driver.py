@@ -151,9 +151,6 @@ def _init_logger(rank: int) -> None:
     logger.addHandler(handler)
 
 
-# -- arguments ---------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def _profile() -> Iterator[None]:
     """Profile the block on rank 0 and print the result, if `ENABLE_PROFILE` is set."""
@@ -299,9 +296,6 @@ def destination_of(checkpoint_id: str | os.PathLike[str] | None, storage_writer:
     return f"{os.fspath(place)!r}" if isinstance(place, (str, os.PathLike)) else type(storage_writer).__qualname__
 
 
-# -- save --------------------------------------------------------------------------------------------------------------
-
-
 @_api_bc_check
 @_dcp_method_logger(log_exceptions=True)
 def save(
@@ -315,9 +309,10 @@ def save(
     use_collectives: bool = True,
 ) -> protocol.Metadata:
     """
-    Save a distributed state; each rank writes its own part.
+    Save a distributed state; each rank writes its own part. Return the metadata of what was saved, on every rank.
 
-    For top-level values with `state_dict` and `load_state_dict`, the result of `state_dict` is saved.
+    For top-level values with `state_dict` and `load_state_dict`, the result of `state_dict` is saved. If a rank fails,
+    `CheckpointException` is raised on all of them, with the errors of all.
 
     Args:
         state_dict: This rank's part of the state.
@@ -327,12 +322,6 @@ def save(
         process_group: The ranks that save; all of them by default.
         no_dist: Save in this process only.
         use_collectives: If False, each rank writes a checkpoint of its own, with its own metadata.
-
-    Returns:
-        The metadata of what was saved, on every rank.
-
-    Raises:
-        CheckpointException: a rank failed. Raised on all ranks, with the errors of all ranks.
 
     """
     no_dist = without_ranks(no_dist, "saves", decorators=2)
@@ -446,8 +435,6 @@ def run_steps(ranks: _DistWrapper, call: Any, use_collectives: bool, log_step: C
 
 
 class _Save:
-    """The steps of one save."""
-
     def __init__(
         self,
         ranks: Any,
@@ -529,9 +516,6 @@ class _Save:
         return finished
 
 
-# -- load --------------------------------------------------------------------------------------------------------------
-
-
 @_api_bc_check
 @_dcp_method_logger(log_exceptions=True)
 def load(
@@ -544,10 +528,11 @@ def load(
     no_dist: bool = False,
 ) -> None:
     """
-    Fill a distributed state; each rank reads its own part.
+    Fill a distributed state; each rank reads its own part. All ranks must pass the same keys.
 
-    Tensors are filled in place, other values are replaced. For top-level values with `state_dict` and `load_state_dict`,
-    their state is filled and given back to them. All ranks must pass the same keys.
+    Tensors are filled in place, other values are replaced. For top-level values with `state_dict` and
+    `load_state_dict`, their state is filled and given back to them. If a rank fails, `CheckpointException` is raised on
+    all of them.
 
     Args:
         state_dict: This rank's part of the state.
@@ -556,9 +541,6 @@ def load(
         planner: Decides what is read; by default every value of the state.
         process_group: The ranks that load; all of them by default.
         no_dist: Load in this process only.
-
-    Raises:
-        CheckpointException: a rank failed. Raised on all ranks, with the errors of all ranks.
 
     """
     no_dist = without_ranks(no_dist, "loads", decorators=2)
@@ -699,12 +681,8 @@ def _load_items(
 
 
 def _read_metadata(reader: protocol.StorageReader, rank: int) -> tuple[protocol.Metadata, bool]:
-    """
-    Return the checkpoint's metadata, or else those that this rank alone wrote; and whether they are the checkpoint's.
-
-    The rank's own metadata count only if there are no others. If the checkpoint's metadata exist but cannot be read,
-    the rank's own were left by an older save.
-    """
+    """Return the checkpoint's metadata and True or, only if there are none, those of this rank alone and False."""
+    # If the checkpoint's metadata exist but cannot be read, the rank's own were left by an older save.
     causes = ["metadata is None"]
     try:
         if (metadata := reader.read_metadata()) is not None:

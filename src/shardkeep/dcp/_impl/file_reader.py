@@ -1,9 +1,4 @@
-"""
-`FileSystemReader`: loads from torch's layout or the native layout, on any file system or store.
-
-Tensors are read in ranges by several threads, straight into the planner's tensors, and checked where there are digests.
-Metadata are unpickled by the allow-list of `layouts.torch_pickle`; objects go to the planner as bytes.
-"""
+"""`FileSystemReader`: loads from torch's layout or the native layout, on any file system or store."""
 
 from __future__ import annotations
 
@@ -39,9 +34,6 @@ from shardkeep.storage.base import Store
 log = logging.getLogger("shardkeep")
 T = TypeVar("T")
 _Located = tuple[protocol.ReadItem, ItemLocation]
-
-
-# -- items -------------------------------------------------------------------------------------------------------------
 
 
 def completed(value: T) -> Future[T]:
@@ -158,23 +150,13 @@ def _read_native(
     fill_targets(tensors, planner, fill)
 
 
-# -- readers -----------------------------------------------------------------------------------------------------------
-
-
 class FileSystemReader(file_systems.CheckpointPlace, protocol.StorageReader):
     """Reads a checkpoint from a directory or a store."""
 
     _foreign = True
 
     def __init__(self, path: file_systems.PathLike, _extension_registry: ExtensionRegistry | None = None) -> None:
-        """
-        Set where the checkpoint is.
-
-        Args:
-            path: its directory, or its URL: `s3://`, `gs://`, `az://`, `file://`, or any URL that fsspec opens.
-            _extension_registry: the extensions that items may have been written through.
-
-        """
+        """Set where the checkpoint is: a directory, or the URL of a store, or any URL that fsspec opens."""
         super().__init__()
         self.fs, self.path = file_systems.file_system_for(path)
         self.storage_data: dict[Any, Any] = {}
@@ -281,15 +263,8 @@ def open_with_fsspec(
     return file_systems.file_system_for(path)
 
 
-# -- a part of a stream ------------------------------------------------------------------------------------------------
-
-
 class _ReaderView(io.RawIOBase):
-    """
-    The `len` bytes of a stream from `offset` on, as a stream.
-
-    It shares the position of the stream: two views of one stream are used in turn, each after a `seek`.
-    """
+    """A part of a stream, as a stream. Views of one stream share its position: each is used after a `seek`."""
 
     def __init__(self, base_stream: io.IOBase, offset: int, len: int) -> None:  # noqa: A002 - torch's name
         super().__init__()

@@ -1,11 +1,11 @@
 """
 `FileSystemWriter`: saves in torch's layout, on any file system or store.
 
-Data files get names that no other file has. The metadata, which name them, are put in place last and in one step; only then
-are the files of the replaced checkpoint removed. A save that fails or dies leaves the old checkpoint intact.
+Data files get names that no other file has. The metadata, which name them, are put in place last and in one step; only
+then are the files of the replaced checkpoint removed. A save that fails or dies leaves the old checkpoint intact.
 
-Saves in which nothing of the user's takes part go through the engine (`default_save`). All others are written here, as
-streams, item by item: other file systems, stream extensions, planners that create what they save.
+Saves in which nothing of the user's takes part go through the engine (`default_save`), all others as streams, item by
+item.
 """
 
 from __future__ import annotations
@@ -57,8 +57,6 @@ _FILE_NBYTES = 256 << 20
 """A rank whose part is a multiple of this writes several files, if it may choose."""
 
 
-# -- bytes of files ----------------------------------------------------------------------------------------------------
-#
 # Items lie end to end, objects first, each tensor an archive as `torch.save` writes it. In a save by the engine, a file is
 # laid out and goes through the write pipeline, straight from the tensors' memory. Otherwise items are written one after the
 # other. Both compute the digests of blocks.
@@ -94,12 +92,9 @@ def plain_tensor(key: str, tensor: torch.Tensor) -> torch.Tensor | None:
 def lay_out(
     name: str, items: Sequence[Data], *, framed: bool = True, together_nbytes: int = 0
 ) -> tuple[FileJob, list[WrittenItem]]:
-    """
-    Lay items out in a new file: the location of each, and the memory that each byte of the file comes from.
-
-    Tensors are `framed` as archives of `torch.save`, or plain bytes. `together_nbytes`: of this file and those beside it,
-    whose blocks are of one size, because many small blocks keep many threads waiting.
-    """
+    """Lay items out in a new file, and say where each lies; tensors are `framed` as archives of `torch.save`."""
+    # `together_nbytes` is of this file and those beside it, whose blocks are of one size, because many small blocks
+    # keep many threads waiting.
     rows: list[_Row] = []
     scattered: dict[int, Scattered] = {}
     placed: list[WrittenItem] = []
@@ -206,9 +201,6 @@ def write_stream(
             stream.close()
         placed.append(WrittenItem(offset, out.nbytes - offset, None if framed else offset, list(descriptors)))
     return placed
-
-
-# -- items to files ----------------------------------------------------------------------------------------------------
 
 
 def _is_object(item: protocol.WriteItem) -> bool:
@@ -345,7 +337,6 @@ def not_dense(item: protocol.WriteItem) -> UnsupportedLeaf:
 
 
 def written_result(item: protocol.WriteItem, written: WrittenItem, file: str) -> protocol.WriteResult:
-    """Return what a writer reports of an item."""
     info = protocol._StorageInfo(file, written.offset, written.nbytes, written.descriptors or None)
     info.shardkeep_data_start = written.data_start
     return protocol.WriteResult(index=item.index, size_in_bytes=written.nbytes, storage_data=info)
@@ -407,9 +398,6 @@ def _write_file(writer: _FileSystemWriter, planner: protocol.SavePlanner, plan: 
     return results
 
 
-# -- writers -----------------------------------------------------------------------------------------------------------
-
-
 class CheckpointThere(CheckpointExists, RuntimeError):
     """There is a checkpoint, and the writer may not replace it."""
 
@@ -469,7 +457,6 @@ class _FileSystemWriter(file_systems.CheckpointPlace, protocol.StorageWriter):
         return self.fs.concat_path(self.path, metadata_name(rank))
 
     def _alone_s(self, metadata: protocol.Metadata) -> float:
-        """Return how many seconds the coordinator may still work when the other ranks are done."""
         return 0.0
 
     def _metadata_exists(self) -> bool:
@@ -594,11 +581,7 @@ class _FileSystemWriter(file_systems.CheckpointPlace, protocol.StorageWriter):
 
 
 class FileSystemWriter(_FileSystemWriter, BlockingAsyncStager):
-    """
-    Writes a checkpoint in torch's layout into a directory: a few data files per rank, and `.metadata`.
-
-    Torch can read it. Digests of the data files are stored beside them; our reader checks them.
-    """
+    """Writes a checkpoint that torch can read into a directory: a few data files per rank, digests, and `.metadata`."""
 
     def __init__(
         self,

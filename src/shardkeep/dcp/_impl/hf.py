@@ -2,8 +2,7 @@
 Writes Hugging Face models under torch's names: the storage writer, and the consolidation of shards into whole tensors.
 
 All ranks write their files beside an existing model, which stays as it is until the new files are durable and published
-(`layouts.safetensors_publish`). Consolidation opens the shards as a checkpoint and writes them through the conversion
-pipeline, which reads the new files back before they are published.
+(`layouts.safetensors_publish`).
 """
 
 from __future__ import annotations
@@ -59,9 +58,6 @@ _MARKED = re.compile(r"model-\d+-of-\d+-[0-9a-f]{8}\.safetensors")
 """Files of consolidated models in stores."""
 
 
-# -- consolidation -----------------------------------------------------------------------------------------------------
-
-
 class _Consolidation(NamedTuple):
     """A model to make of shards, which are opened; its files, and the file of each tensor."""
 
@@ -79,16 +75,13 @@ def consolidate_safetensors_files(
     """
     Write whole tensors from shards, as `model-XXXXX-of-NNNNN.safetensors` and `model.safetensors.index.json`.
 
+    Nothing is published if the shards are no whole checkpoint, or a new file does not hold what was written to it.
+
     Args:
         input_dir: holds the shards that a `HuggingFaceStorageWriter`, shardkeep's or torch's, wrote: a path or a URL.
         output_dir: where the model goes: a path or a URL. A model there is replaced once the new one is complete.
         fqn_to_index_mapping: the number of the file that each tensor goes to, from 1; None for one file.
         num_threads: how many threads to use at least.
-
-    Raises:
-        MalformedFile: (a ValueError) the shards are not one whole checkpoint; nothing was written.
-        BadMapping: (a ValueError) the mapping names tensors that do not exist; nothing was written.
-        ChecksumMismatch: a new file does not hold what was written to it; nothing was published.
 
     """
     begun = time.monotonic()
@@ -103,12 +96,7 @@ def consolidate_safetensors_files_on_every_rank(
     num_threads: int = 1,
     process_group: ProcessGroup | None = None,
 ) -> None:
-    """
-    Consolidate shards on all ranks of `process_group`, each of which writes some of the files; all see the shards.
-
-    Arguments and errors are those of `consolidate_safetensors_files`. Returns when the model is published. What one rank
-    raises is raised on all, and what was in `output_dir` is still there.
-    """
+    """Consolidate shards, which all ranks of `process_group` see; each writes some files. If one rank fails, all do."""
     world = current_world(process_group, timeout_s=Options().timeout_s)
     _consolidate(lambda: _plan(input_dir, output_dir, fqn_to_index_mapping, num_threads), world)
 
@@ -204,8 +192,6 @@ def _last(mapping: Mapping[str, int] | None) -> int:
     return max(mapping.values())
 
 
-# -- which file each item goes to --------------------------------------------------------------------------------------
-
 Split = Callable[[Any, list[protocol.WriteItem]], dict[int, list[protocol.WriteItem]]]
 """Returns the items of each file: the method of the writer, which a subclass may override."""
 
@@ -257,9 +243,6 @@ _OURS = "shardkeep"
 """Under this key of a plan's storage data is what the coordinator decided for all files of the save."""
 
 
-# -- the writer --------------------------------------------------------------------------------------------------------
-
-
 class HuggingFaceStorageWriter(FileSystemWriter):
     """Writes tensors as a Hugging Face model; other objects are refused."""
 
@@ -306,7 +289,6 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             self.path = self.fs.concat_path(self.path, safetensors.SHARDED_DIR_NAME)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Forget the previous save; the next one goes to `checkpoint_id`, if given, shards and result alike."""
         super().reset(checkpoint_id)
         if checkpoint_id:
             self._point_to_store()
@@ -321,7 +303,6 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             )
 
     def prepare_local_plan(self, plan: protocol.SavePlan) -> protocol.SavePlan:
-        """Make sure that the plan has tensors only."""
         self.open_store()
         for item in plan.items:
             if item.tensor_data is None:

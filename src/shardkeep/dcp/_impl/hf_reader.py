@@ -1,11 +1,9 @@
 """
 The storage readers for Hugging Face models and their shards: only headers and the requested ranges are read.
 
-The steps are torch's, so that subclasses can override them. Each thread reads the requests of some files, strip by strip, so
-memory is a strip for each thread.
-
-Quantized tensors are dequantized while they are read; numbers are bit for bit those of torch's reader. Requests may begin
-inside a block, and quantized tensors may be stored in shards.
+The steps are torch's, so that subclasses can override them. Memory is a strip for each thread. Quantized tensors are
+dequantized while they are read, bit for bit as by torch's reader; requests may begin inside a block, and quantized
+tensors may be stored in shards.
 """
 
 from __future__ import annotations
@@ -85,9 +83,6 @@ def _get_dcp_custom_metadata(metadata: Any) -> Any | None:
 
 def no_tensor(key: str, hint: str = "leave it out of this save, or save it with FileSystemWriter") -> UnsupportedLeaf:
     return UnsupportedLeaf(f"{key!r} is no tensor, and Hugging Face files hold nothing else", hint=hint, key=key)
-
-
-# -- an open file ------------------------------------------------------------------------------------------------------
 
 
 class SafeFile:
@@ -171,8 +166,6 @@ class HuggingFaceStorageReader(FileSystemReader):
         self.fs, self.path = by_store(self.fs, self.path)
         self._catalog = {}
 
-    # -- metadata ------------------------------------------------------------------------------------------------------
-
     def read_metadata(self) -> protocol.Metadata:
         """Describe the tensors of the directory; an index file, if there is one, says which files count."""
         self._catalog = read_catalog(list_model(self.open_store()), threads=self._threads())
@@ -192,8 +185,6 @@ class HuggingFaceStorageReader(FileSystemReader):
     def _storage_info(self, chunk: CatalogChunk, dtype: torch.dtype) -> _HFStorageInfo:
         path = os.fspath(self.fs.concat_path(self.path, chunk.path))
         return _HFStorageInfo(path, torch.Size(chunk.box.sizes), dtype)
-
-    # -- reading -------------------------------------------------------------------------------------------------------
 
     def read_data(self, plan: protocol.LoadPlan, planner: protocol.LoadPlanner) -> Future[None]:
         self.open_store()
@@ -257,7 +248,6 @@ class HuggingFaceStorageReader(FileSystemReader):
         return found
 
     def _opens(self) -> ReadableStore:
-        """Return what opens the files of the catalog, by their names."""
         return with_any_names(self.open_store())
 
     def _threads(self) -> int:
@@ -284,11 +274,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
     def __init__(
         self, path: str, thread_count: int = 1, target_dtype: torch.dtype = torch.float32, block_size: int = 128
     ) -> None:
-        """
-        Point to a model, as `HuggingFaceStorageReader` does.
-
-        `target_dtype` is what numbers are made in, before they are copied to what they fill.
-        """
+        """Point to a model; numbers are made in `target_dtype`, before they are copied to what they fill."""
         super().__init__(path=path, thread_count=thread_count)
         self.target_dtype: torch.dtype = target_dtype
         self.block_size: int = block_size
@@ -297,8 +283,6 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         self._tensor_full_shapes: dict[str, torch.Size] = {}
         self._scales = "", torch.empty(0)
         """The name and the values of the scales that were read last, for the next strip."""
-
-    # -- metadata ------------------------------------------------------------------------------------------------------
 
     def read_metadata(self) -> protocol.Metadata:
         """Describe the tensors of the directory: quantized ones with the size and dtype they are read as."""
@@ -358,10 +342,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
             return False
         return tensor_fqn in self._weight_scale_mapping
 
-    # -- reading -------------------------------------------------------------------------------------------------------
-
     def read_data(self, plan: protocol.LoadPlan, planner: protocol.LoadPlanner) -> Future[None]:
-        """Fill the planner's tensors, after all scales were found."""
         for key in {req.storage_index.fqn: None for req in plan.items}:
             if self._is_tensor_quantized(key):
                 self._check(key)

@@ -1,10 +1,10 @@
 """
 The state of an optimizer over FSDP1, loaded in shards, before the optimizer has any.
 
-The checkpoint says which tensors there are; the model's own sharded state dict says which part of them this rank
-needs. Over FSDP alone each tensor is cut by rows over all ranks. Over FSDP and tensor parallelism the model's values
-are ShardedTensors inside ShardedTensors: the outer one says which part of a parameter belongs to this rank's tensor
-parallel place, and that part is cut by rows over the data parallel ranks. Each rank allocates its own shards only.
+The checkpoint says which tensors there are; the model's own sharded state dict says which part of them this rank needs.
+Over FSDP alone each tensor is cut by rows over all ranks. Over FSDP and tensor parallelism the model's values are
+ShardedTensors inside ShardedTensors: the outer one is the tensor parallel part, which is cut by rows over the data
+parallel ranks.
 """
 
 from __future__ import annotations
@@ -39,20 +39,10 @@ def load_sharded_optimizer_state_dict(
     planner: protocol.LoadPlanner | None = None,
 ) -> protocol.STATE_DICT_TYPE:
     """
-    Return the optimizer's state from a checkpoint, as `FSDP.optim_state_dict_to_load` takes it.
+    Return the optimizer's state under a key of the checkpoint, as `FSDP.optim_state_dict_to_load` takes it.
 
-    Tensors of one element are whole on each rank, all others ShardedTensors. All ranks must call this.
-
-    Args:
-        model_state_dict: The model's state under `StateDictType.SHARDED_STATE_DICT`.
-        optimizer_key: The top-level key that the optimizer's state was saved under.
-        storage_reader: Reads the checkpoint.
-        planner: Decides what is read; not used over tensor parallelism.
-
-    Raises:
-        CheckpointException: a rank failed; on all ranks, with what each one raised.
-        BadState: (a RuntimeError) the checkpoint has nothing under `optimizer_key`.
-
+    Tensors of one element are whole on each rank, all others ShardedTensors. All ranks must call this, with the model's
+    state under `StateDictType.SHARDED_STATE_DICT`. The `planner` is not used over tensor parallelism.
     """
     metadata = storage_reader.read_metadata()
     layout, group = _get_state_dict_2d_layout(model_state_dict)
@@ -180,12 +170,7 @@ def _alloc_tensor(props: protocol.TensorProperties, size: Sequence[int], device_
 
 
 class _ReaderWithOffset(DefaultLoadPlanner):
-    """
-    Fills ShardedTensors that stand for a part of a stored tensor.
-
-    `fqn_to_offset` says where the part begins. The plan has the shards where they lie in the stored tensor;
-    `translation` has the index of each in the state.
-    """
+    """Fills ShardedTensors that are a part of a stored tensor, which begins at `fqn_to_offset`."""
 
     metadata: protocol.Metadata
 

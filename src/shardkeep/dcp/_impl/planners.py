@@ -149,8 +149,6 @@ def _merge_delta_local_plans(
     ]
 
 
-# -- saving ------------------------------------------------------------------------------------------------------------
-
 logger = logging.getLogger("shardkeep")
 
 _LONGEST_MESSAGE = 500
@@ -159,10 +157,8 @@ _LONGEST_MESSAGE = 500
 @dataclass(eq=False, repr=False)
 class DefaultSavePlanner(protocol.SavePlanner):
     """
-    Saves every value of a state, nested or flat, and each replicated one only once.
-
-    Extend it by `lookup_object` (where a value is found) and `transform_object` (what is stored for it), or by any
-    method of `SavePlanner`.
+    Saves every value of a state, nested or flat, and each replicated one only once. Extend it by `lookup_object` (where
+    a value is found), `transform_object` (what is stored for it), or any method of `SavePlanner`.
     """
 
     flatten_state_dict: bool = True
@@ -189,7 +185,6 @@ class DefaultSavePlanner(protocol.SavePlanner):
         storage_meta: protocol.StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Flatten the state as configured, and keep it."""
         self._storage_meta = storage_meta
         if self.flatten_state_dict:
             state_dict, self.mappings = flatten.flatten_state_dict(state_dict)
@@ -199,7 +194,6 @@ class DefaultSavePlanner(protocol.SavePlanner):
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> protocol.SavePlan:
-        """Return the plan to write everything this rank has."""
         plan = plans.create_default_local_save_plan(self.state_dict, self.is_coordinator)
         if self.flatten_state_dict:
             plan = replace(plan, planner_data=self.mappings)
@@ -237,18 +231,15 @@ class DefaultSavePlanner(protocol.SavePlanner):
         return global_plan, metadata
 
     def finish_plan(self, new_plan: protocol.SavePlan) -> protocol.SavePlan:
-        """Return this rank's part of the global plan unchanged."""
         self.plan = new_plan
         return self.plan
 
     def resolve_data(self, write_item: protocol.WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return the tensor of an item, or the bytes of its object."""
         found = self.lookup_object(write_item.index)
         data: torch.Tensor | io.BytesIO = self.transform_object(write_item, found)
         return data
 
     def lookup_object(self, index: protocol.MetadataIndex) -> Any:
-        """Return the value that is saved under an index."""
         return plans.find_state_dict_object(self.state_dict, index)
 
     def transform_object(self, write_item: protocol.WriteItem, object: Any) -> Any:  # noqa: A002 - torch's name
@@ -259,8 +250,6 @@ class DefaultSavePlanner(protocol.SavePlanner):
             return stream
         return object
 
-
-# -- loading -----------------------------------------------------------------------------------------------------------
 
 FlatState = tuple[dict[str, Any], flatten.FLATTEN_MAPPING]
 """The values by flat name, and their paths."""
@@ -287,10 +276,8 @@ def old_flat_state(
 @dataclass(eq=False, repr=False)
 class DefaultLoadPlanner(protocol.LoadPlanner):
     """
-    Fills every value of a state, nested or flat, from the checkpoint.
-
-    Extend it by `lookup_tensor` (where a tensor is found) and `transform_tensor` (what is filled for it), or by any
-    method of `LoadPlanner`.
+    Fills every value of a state, nested or flat, from the checkpoint. Extend it by `lookup_tensor` (where a tensor is
+    found), `transform_tensor` (what is filled for it), or any method of `LoadPlanner`.
     """
 
     flatten_state_dict: bool = True
@@ -343,7 +330,6 @@ class DefaultLoadPlanner(protocol.LoadPlanner):
             self.state_dict[fqn] = self.original_state_dict[fqn] = loaded
 
     def resolve_tensor(self, read_item: protocol.ReadItem) -> torch.Tensor:
-        """Return the memory of the state that an item fills."""
         return self.transform_tensor(read_item, self.lookup_tensor(read_item.dest_index))
 
     def commit_tensor(self, read_item: protocol.ReadItem, tensor: torch.Tensor) -> None:
@@ -364,11 +350,7 @@ class DefaultLoadPlanner(protocol.LoadPlanner):
 
 
 class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
-    """
-    Makes the state from what the checkpoint holds, in an empty dict, on the CPU: all of it, or some keys.
-
-    `keys` may be flat names or the first parts of their paths; a key of a nested dict stands for all that is in it.
-    """
+    """Makes the state from the checkpoint, on the CPU: all of it, or `keys`, which are flat names or begin paths."""
 
     def __init__(self, keys: set[str] | None = None, *args: Any, **kwargs: Any) -> None:
         self.keys = keys

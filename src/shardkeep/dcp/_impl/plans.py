@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-# -- looking up values -------------------------------------------------------------------------------------------------
-
-
 _MOST_GAPS = 1 << 20
 """How many items of lists may have left no trace in a checkpoint, as empty dicts do."""
 
@@ -92,7 +89,7 @@ def _not_sharded(index: protocol.MetadataIndex, what: str) -> BadValue:
     return BadValue(f"{where}: it is a {what}", key=index.fqn)
 
 
-# -- the shards that a `CheckpointableTensor` holds, checked whenever they are asked for --------------------------------
+# The shards that a `CheckpointableTensor` holds are checked whenever they are asked for.
 
 
 def _get_checkpointable_tensor_chunks(tensor: protocol.CheckpointableTensor) -> list[protocol.ChunkStorageMetadata]:
@@ -130,8 +127,6 @@ def _validate_checkpointable_tensor_metadata(tensor: protocol.CheckpointableTens
                     f" {tuple(whole)}"
                 )
 
-
-# -- tensors on the meta device ----------------------------------------------------------------------------------------
 
 Change = Callable[[Any], Any]
 
@@ -202,8 +197,6 @@ def _default_device() -> torch.device:
     return torch.device("cpu") if accelerator is None else current_device(accelerator.type)
 
 
-# -- items to write ----------------------------------------------------------------------------------------------------
-#
 # Values with `__create_write_items__` and `__create_chunk_list__` (DTensors, LocalShardsWrapper) describe themselves in
 # torch's classes, which are translated to ours.
 
@@ -292,9 +285,6 @@ def _create_default_metadata_only_plan(state_dict: protocol.STATE_DICT_TYPE) -> 
     return protocol.SavePlan(items)
 
 
-# -- boxes -------------------------------------------------------------------------------------------------------------
-
-
 def _create_chunk_list(tensor: torch.Tensor) -> list[protocol.ChunkStorageMetadata]:
     if hasattr(tensor, "__create_chunk_list__"):
         chunks: list[protocol.ChunkStorageMetadata] = protocol.to_ours(list(tensor.__create_chunk_list__()))
@@ -327,9 +317,6 @@ def _sharded_tensor_metadata(sharded_tensor: ShardedTensor, shard_md: ShardMetad
     whole = sharded_tensor.metadata()
     properties = protocol.TensorProperties(**vars(whole.tensor_properties))
     return protocol.TensorWriteData(_chunk_for_shard(shard_md), properties, whole.size)
-
-
-# -- items to read -----------------------------------------------------------------------------------------------------
 
 
 def create_read_items_for_chunk_list(
@@ -443,11 +430,7 @@ def create_default_global_save_plan(
 def create_default_local_load_plan(
     state_dict: dict[str, Any], metadata: protocol.Metadata, strict: bool = True
 ) -> protocol.LoadPlan:
-    """
-    Return what to read to fill this rank's part of a flat state dict.
-
-    What is converted to another dtype, and what the checkpoint does not cover, is logged with its names.
-    """
+    """Return what to read to fill this rank's part of a flat state dict; conversions and holes are logged."""
     entries = metadata.state_dict_metadata
     if strict and (missing := [fqn for fqn in state_dict if fqn not in entries]):
         raise missing_keys(missing, [fqn for fqn in entries if fqn not in state_dict])
@@ -563,22 +546,14 @@ def _box(chunk: Any) -> str:
     return f"{tuple(chunk.sizes)} at {tuple(chunk.offsets)}"
 
 
-# -- replicated values -------------------------------------------------------------------------------------------------
-
-
 def dedup_save_plans(all_plans: list[protocol.SavePlan], save_to_lowest_rank: bool = False) -> list[protocol.SavePlan]:
     """Return the plans with each item in one of them only: the first that has it, or so that all ranks write about as much."""
     return dedupe(all_plans, small_nbytes=math.inf if save_to_lowest_rank else 0)
 
 
 def dedupe(all_plans: list[protocol.SavePlan], *, small_nbytes: float) -> list[protocol.SavePlan]:
-    """
-    Return the plans with each item in one of them only, so that all ranks write about as much.
-
-    An item that several ranks have goes to the one that has least to write, the largest items first; sizes are those
-    of the chunks. Items of up to `small_nbytes` go to the first rank that has them. The plans given are not changed, and items
-    keep their order.
-    """
+    """Return new plans with each item in one of them only, so that all ranks write about as much; the order is kept."""
+    # Large items go first, to the rank with least to write; those of up to `small_nbytes` to the first that has them.
     holders: dict[protocol.MetadataIndex, list[int]] = {}
     items: dict[protocol.MetadataIndex, protocol.WriteItem] = {}
     for rank, plan in enumerate(all_plans):

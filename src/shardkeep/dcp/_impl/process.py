@@ -36,9 +36,6 @@ _ALIGNMENT: Final = 64
 _MOST_WRITTEN: Final = 1 << 30
 
 
-# -- objects with tensors ----------------------------------------------------------------------------------------------
-
-
 class _Pickler(ForkingPickler):
     """Leaves out the storages of tensors in host memory; everything else is pickled as torch does."""
 
@@ -269,7 +266,6 @@ class RemoteSave:
         self._more_s = 0.0
 
     def plan(self) -> Any:
-        """Send the state, and return this rank's plan."""
         try:
             pickled = pickle_with_tensors(self._request)
         except Exception as error:

@@ -42,8 +42,6 @@ from shardkeep.storage.local import sync_directory
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-# -- the description of a state dict -----------------------------------------------------------------------------------
-#
 # The elements of tensors are sent in row-major order. The dataclasses have torch's names and fields.
 
 
@@ -158,8 +156,6 @@ def _pickled(meta: _StateDictMeta) -> bytes:
         raise
 
 
-# -- sending and receiving -----------------------------------------------------------------------------------------------
-
 logger = logging.getLogger("shardkeep")
 
 _LONGEST_REASON: Final = 4096
@@ -195,12 +191,7 @@ class PGTransport:
         self._state_dict = state_dict
 
     def send_checkpoint(self, dst_ranks: list[int], state_dict: object) -> None:
-        """
-        Send a state to some ranks, each of which calls `recv_checkpoint`. Returns when it has been handed over.
-
-        A value that cannot be pickled is an `UnsupportedLeaf` before anything is sent; the other ranks are notified, and
-        fail too.
-        """
+        """Send a state to ranks that call `recv_checkpoint`; if it cannot be pickled, they fail as well."""
         try:
             with _timeit("preparing the state dict"):
                 meta, tensors = _prepare_state_dict(state_dict, self._device)
@@ -219,11 +210,7 @@ class PGTransport:
                 self._send(dst_ranks, tensor, _FIRST_TENSOR + index)
 
     def recv_checkpoint(self, src_rank: int) -> object:
-        """
-        Receive the state that a rank sends, into the tensors of the `state_dict` function that have the same names.
-
-        If one of them has another shape or dtype, `BrokenProtocol` (an AssertionError) is raised before any has changed.
-        """
+        """Receive a state into tensors of the same names; `BrokenProtocol` if one does not fit, before any has changed."""
         targets = dict(pytree.tree_flatten_with_path(self._state_dict())[0]) if self._state_dict is not None else {}
         announced = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._recv(src_rank, announced, _LENGTH)
@@ -336,15 +323,8 @@ def _fitting(path: pytree.KeyPath, meta: _TensorMeta, target: torch.Tensor) -> t
     return target
 
 
-# -- replication -------------------------------------------------------------------------------------------------------
-
-
 class _ReplicationStager(AsyncStager):
-    """
-    Sends this rank's state to its partner, half the group away, and returns the partner's, which is kept in a file.
-
-    A rank alone gets a copy of its own state.
-    """
+    """Exchanges states with the partner, half the group away, and keeps its state in a file; alone, copies its own."""
 
     _synchronize_after_execute: bool = False
 
@@ -363,7 +343,6 @@ class _ReplicationStager(AsyncStager):
         os.makedirs(self._storage_dir, exist_ok=True)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Exchange states with the partner, and return the one that came."""
         size, me = self._pg.size(), self._pg.rank()
         if size == 1:
             staged: dict[str, Any] = StateDictStager().stage(state_dict)
