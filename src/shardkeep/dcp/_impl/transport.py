@@ -210,7 +210,7 @@ class PGTransport:
                 self._send(dst_ranks, tensor, _FIRST_TENSOR + index)
 
     def recv_checkpoint(self, src_rank: int) -> object:
-        """Receive a state into tensors of the same names; `BrokenProtocol` if one does not fit, before any has changed."""
+        """Receive a state into tensors of the same names; `BrokenProtocol` if one does not fit, then none changed."""
         targets = dict(pytree.tree_flatten_with_path(self._state_dict())[0]) if self._state_dict is not None else {}
         announced = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._recv(src_rank, announced, _LENGTH)
