@@ -231,7 +231,8 @@ class NativeSave:
         )
         self._claim(planned)
         by_rank = split_by_rank(plan, len(manifests), chains=recorded, sidecar=sidecar)
-        return planned, [save_plan.encode(each) for each in by_rank]
+        encoded = {id(each): save_plan.encode(each) for each in by_rank}  # many ranks may have one plan
+        return planned, [encoded[id(each)] for each in by_rank]
 
     def plan_again(self, kept: PlannedSave, values: list[bytes]) -> PlannedSave | None:
         """Check and claim the place for a save of the same tensors; None if the plan does not fit it."""

@@ -356,8 +356,11 @@ class SaveSession:
             planned, bodies = self.layout.plan([each.manifest(decoded) for each in requests])
             on_rank_0.append(planned)
             plan_id = kept_plans().keep_plan(planned) if planned.sampled else b""
-            packed = {body: zlib.compress(body, _QUICKLY) for body in dict.fromkeys(bodies)}
-            return [encode(PlanAnswer(self.layout.save_id, plan_id, packed[body])) for body in bodies]
+            answers = {
+                body: encode(PlanAnswer(self.layout.save_id, plan_id, zlib.compress(body, _QUICKLY)))
+                for body in dict.fromkeys(bodies)
+            }
+            return [answers[body] for body in bodies]
 
         work, decide = self._logged(describing, "local_step"), self._logged(decide, "global_step")
         asked: _Asked

@@ -38,7 +38,7 @@ from shardkeep.plan.save_plan import (
 
 LEAST_SHARDS = 1 << 16
 """Of all ranks together. Fewer are planned in no time, each for itself."""
-_BLOCK_ROWS = 1 << 18
+_BLOCK_ROWS = 1 << 17
 """So many chunks are stamped at a time, if no tensor has more."""
 
 Columns = tuple[npt.NDArray[Any], ...]
@@ -207,7 +207,7 @@ def _stamped(merged: Merged, sampled: SampledReplicas, stamps: list[Stamp], worl
 
 
 def _sorted(parts: list[Columns]) -> Columns:
-    columns = tuple(map(np.concatenate, zip(*parts, strict=True)))
+    columns = parts[0] if len(parts) == 1 else tuple(map(np.concatenate, zip(*parts, strict=True)))
     if len(parts) > 1:
         order = np.argsort(columns[0], kind="stable")
         columns = tuple(column[order] for column in columns)
