@@ -53,6 +53,7 @@ _MOST_INDEX_NBYTES = 256 << 20
 class CatalogChunk:
     path: str
     start: int
+    """Where its bytes begin in the file."""
     box: Box
 
 

@@ -161,6 +161,7 @@ class PlanRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     common: bytes = b""
     """What ranks may have in common (`common_part`). If it is long, only one of them sends it, when rank 0 asks for it."""
     own: bytes | None = None
+    """Its boxes, compressed."""
 
     def manifest(self, common: Mapping[bytes, RankManifest]) -> RankManifest:
         """Return the manifest, of a request that has boxes, given the common parts by digest."""
@@ -174,6 +175,7 @@ class PlanAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     save_id: str = ""
     plan_id: bytes = b""
     body: bytes | None = None
+    """The layout's answer, compressed; None if the kept one counts."""
     incomplete: bool = False
     """Rank 0 needs the boxes of all ranks, and the common parts of these."""
     common_of: list[int] = []

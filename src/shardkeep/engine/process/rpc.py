@@ -172,6 +172,7 @@ class ChildProcess:
         self._kind = kind
         self._lock = threading.Lock()
         self._died: tuple[str, str] | None = None
+        """How it died, and a hint."""
         self._answered = time.monotonic()
         self._longest_more_s = 0.0
         pairs: list[tuple[socket.socket, socket.socket]] = []

@@ -85,9 +85,11 @@ class WriteRuns(msgspec.Struct, frozen=True, tag=True):
     """In the file."""
     block_nbytes: int
     region: int
+    """Where in the shared memory the region of the runs begins."""
     region_nbytes: int
     starts: bytes
     sizes: bytes
+    """Where in the region each run begins, and its size; int64."""
 
 
 class WriteBytes(msgspec.Struct, frozen=True, tag=True):
