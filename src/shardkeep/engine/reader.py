@@ -249,6 +249,7 @@ class _OpenFile:
 
 
 _Task = tuple[_OpenFile, Read, bool]
+"""A read of a file, and whether it is being read into the page cache."""
 
 
 def read_files(

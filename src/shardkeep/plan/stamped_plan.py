@@ -51,6 +51,7 @@ class Stamp:
     plan: CheckpointPlan
     """Its ranks are numbered within the group."""
     ranks: IntArray
+    """The ranks of each group, a row for each."""
     offsets: npt.NDArray[Any]
     """For each group of the kind and each row of its manifests."""
     at: IntArray

@@ -152,6 +152,7 @@ class ChildKind:
     error: type[CheckpointError]
     """Raised when it cannot be started, dies, or does not answer."""
     if_not_started: str
+    """Hints."""
     if_dead: str
     if_silent: str
 
