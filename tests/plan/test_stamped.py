@@ -7,14 +7,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import shardkeep as sk
+from shardkeep.engine import native_save
 from shardkeep.engine.native_save import index_of, make_manifest, split_by_rank
 from shardkeep.errors import InvalidShards
 from shardkeep.format.boxes import ints
 from shardkeep.format.index import encode_index
 from shardkeep.plan.save_plan import SLICE_NBYTES, SMALL_NBYTES, TensorNames, plan_save
-from shardkeep.plan.stamped_plan import plan_stamped
+from shardkeep.plan.stamped_plan import StampedPlan, plan_stamped
 from shardkeep.state.describe import describe
 from shardkeep.state.leaves import ShardedBox
+from shardkeep.storage.memory import MemoryStore
+from shardkeep.testing.thread_ranks import run_thread_ranks
 
 LARGE = 4 * SLICE_NBYTES
 """Bytes in a row of a tensor that replicas divide."""
@@ -148,3 +152,36 @@ def test_what_groups_share_or_lack_is_left_to_the_other_plan():
     assert plan_stamped(manifests_of(hole), no_chains, least_shards=1) is None
     with pytest.raises(InvalidShards):
         plan_save(manifests_of(hole))
+
+
+def test_what_is_saved_by_a_stamped_plan_is_loaded(monkeypatch):
+    """Two replicas of eight shards, which divide large ones, and a scalar of all: on half as many ranks, bit for bit."""
+    made = []
+
+    def stamped(*arguments):
+        made.append(plan_stamped(*arguments, least_shards=1))
+        return made[-1]
+
+    monkeypatch.setattr(native_save, "plan_stamped", stamped)
+    whole = torch.arange(8 * 3 * SLICE_NBYTES // 4, dtype=torch.float32).reshape(16, -1)
+    store = MemoryStore()
+
+    def part(rank, ranks):
+        rows = slice(16 * rank // ranks, 16 * (rank + 1) // ranks)
+        return sk.ShardedBox(whole[rows].clone(), offsets=(rows.start, 0), shape=tuple(whole.shape))
+
+    def save(world):
+        sk.save({"w": part(world.rank // 2, 8), "step": torch.tensor(7.0)}, store, group=world)
+
+    def load(world):
+        state = {"w": part(world.rank, 8), "step": torch.tensor(0.0)}
+        [(mine, *_)] = state["w"].pieces
+        expected = mine.clone()
+        mine.fill_(-1)
+        sk.load(state, store, group=world)
+        return torch.equal(mine, expected) and state["step"] == 7
+
+    run_thread_ranks(16, save)
+    assert [type(each) for each in made] == [StampedPlan]
+    assert any(stamp.plan.pieces.cut.any() for stamp in made[0].stamps)
+    assert all(run_thread_ranks(8, load))
