@@ -203,7 +203,7 @@ def small_budgets(count=6):
 
 
 def test_budgets_smaller_than_the_state(caplog):
-    """200 MB through one pinned buffer and a few windows to a slow disk: right, within the budgets, and told if training waits."""
+    """200 MB through one pinned buffer and a few windows to a slow disk: right, within the budgets, and logged if training waits."""
     sk.finish_saves()
     state = {f"t{n}": torch.full((5 << 20,), float(n), device=DEVICE) for n in range(10)}
     for way in WAYS:

@@ -102,7 +102,7 @@ worlds = st.fixed_dictionaries(
 @given(worlds)
 def test_a_stamped_plan_is_that_of_all_ranks(world):
     """
-    Shards of all kinds, replicas that divide them, and scalars that all ranks hold: what ranks are told to write is what the index
+    Shards of all kinds, replicas that divide them, and scalars that all ranks hold: what ranks get to write is what the index
     says, no rank writes more than by the other plan, and without large replicas both plans are equal to the byte.
     """
     shards, replicas, interleaved = world["shards"], world["replicas"], world.pop("interleaved")
