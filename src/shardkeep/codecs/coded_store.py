@@ -277,13 +277,11 @@ class FrameReader:
 
     # Without the verb `cached`: small reads would decode frames several times, whatever is cached.
 
-    def prefetch(self, offset: int, nbytes: int) -> bool:
-        """Begin to read the frames of a range into the page cache."""
-        table, waits = self._table, False
+    def prefetch(self, offset: int, nbytes: int) -> None:
+        table = self._table
         for run in runs_of(table, offset, offset + nbytes):
             stored_nbytes = int(table.stored_nbytes[run.start : run.stop].sum())
-            waits |= base.prefetch(self._inner, int(table.stored_start[run.start]), stored_nbytes)
-        return waits
+            base.prefetch(self._inner, int(table.stored_start[run.start]), stored_nbytes)
 
     def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:  # noqa: ARG002 - see above
         view = flat(into)

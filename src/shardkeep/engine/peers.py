@@ -406,8 +406,8 @@ class _PeerReader(ReaderWrapper):
         super().__init__(inner, name=name)
         self._peers = peers
 
-    def prefetch(self, offset: int, nbytes: int) -> bool:  # noqa: ARG002 - most of it comes from peers
-        return False
+    def prefetch(self, offset: int, nbytes: int) -> None:
+        """Most of it comes from peers."""
 
     def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:  # noqa: ARG002
         self._peers.read(self.name, offset, flat(into), self.inner.read_into)

@@ -15,8 +15,8 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import ClassVar, NamedTuple, TypeVar
@@ -48,7 +48,7 @@ from shardkeep.storage.cancel import CancelScope
 _CACHED_STEP_NBYTES = 2 * data_file.MAX_BLOCK_NBYTES
 """Bytes in the page cache are read, hashed and copied in steps of this size, so that they stay in the CPU's cache."""
 _AHEAD_NBYTES = 64 << 20
-"""The page cache is filled this far ahead of the reads: a disk is only fast while it has many requests."""
+"""The page cache is filled this far ahead of the reads."""
 _MOST_RANGES = 20
 """How many damaged ranges of a file are listed; the rest are counted."""
 _MOST_NAMED = 4
@@ -248,7 +248,7 @@ class _OpenFile:
     digests: memoryview = field(default_factory=lambda: memoryview(b""))
 
 
-_Task = tuple[_OpenFile, Read, bool]
+_Task = tuple[_OpenFile, Read, Future[None] | None]
 """A read of a file, and whether it is being read into the page cache."""
 
 
@@ -281,23 +281,28 @@ def read_files(
                 file.digests = memoryview(of_blocks)
             return file.reader
 
-    def prefetched() -> Iterator[_Task]:
+    def tasks() -> Iterator[_Task]:
+        return ((file, read, None) for file in opened for read in file.reads.reads)
+
+    def prefetched(thread: ThreadPoolExecutor) -> Iterator[_Task]:
+        """Have a thread fill the page cache in order: a disk and its kernel are fastest then."""
         ahead, ahead_nbytes = deque[_Task](), 0
         for file, read, _ in tasks():
-            start = file.entry.header_nbytes + read.start
-            ahead.append((file, read, base.prefetch(reader_of(file), start, read.nbytes)))
+            ahead.append((file, read, thread.submit(prefetch, file, read)))
             ahead_nbytes += read.nbytes
             while ahead_nbytes > _AHEAD_NBYTES:
                 ahead_nbytes -= ahead[0][1].nbytes
                 yield ahead.popleft()
         yield from ahead
 
-    def tasks() -> Iterator[_Task]:
-        return ((file, read, False) for file in opened for read in file.reads.reads)
+    def prefetch(file: _OpenFile, read: Read) -> None:
+        base.prefetch(reader_of(file), file.entry.header_nbytes + read.start, read.nbytes)
 
     def work(task: _Task, buffer: memoryview) -> bool:
         """Read, verify and copy; return whether a disk may have been waited for."""
-        file, read, waits = task
+        file, read, filled = task
+        if filled is not None:
+            filled.exception()  # waits; what is wrong is raised below, too
         reader = reader_of(file)
         offset = file.entry.header_nbytes
         cached = is_cached(reader, offset + read.start, read.nbytes)
@@ -319,11 +324,15 @@ def read_files(
             file.reads_left -= 1
             if not file.reads_left:
                 reader.close()
-        return waits or not cached
+        return not cached
 
-    queue = prefetched() if keep_cached and base.prefetches(store) else tasks()
     try:
-        with windows_for(scattered.values(), window_nbytes, threads) as lend:
+        with ExitStack() as inside:
+            queue, lend = tasks(), inside.enter_context(windows_for(scattered.values(), window_nbytes, threads))
+            if keep_cached and base.prefetches(store):
+                thread = inside.enter_context(ThreadPoolExecutor(1, thread_name_prefix="shardkeep-ahead"))
+                inside.callback(thread.shutdown, cancel_futures=True)
+                queue = prefetched(thread)
             run_workers(queue, work, threads=threads, buffer_nbytes=window_nbytes, lend=lend, scope=scope)
     finally:
         for file in opened:
