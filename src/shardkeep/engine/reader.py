@@ -302,7 +302,7 @@ def read_files(
         """Read, verify and copy; return whether a disk may have been waited for."""
         file, read, filled = task
         if filled is not None:
-            filled.exception()  # waits; what is wrong is raised below, too
+            filled.result()
         reader = reader_of(file)
         offset = file.entry.header_nbytes
         cached = is_cached(reader, offset + read.start, read.nbytes)
