@@ -374,7 +374,7 @@ class BackgroundWrite:
         threads = min(self._options.io_threads, max(2, cores() // local_ranks()))
         snapshot, coded = self.snapshot, bool(codecs and codecs.chains)
         if self._may_stay_on_devices and not writer:
-            self._write_from_devices(codecs.over(store) if codecs else store, jobs, threads, coded=coded)
+            self._write_from_devices(store, jobs, codecs, threads)
             return
         budget_for = writer.budget if writer else partial(budget_for_store, store)
         budget = budget_for(threads, self._options.host_budget_bytes, coded=coded)
@@ -431,11 +431,17 @@ class BackgroundWrite:
         """Return whether nothing waits for the copies on devices to be copied to the host: there is room for them."""
         return bool(self.snapshot.events) and not self.snapshot.live_nbytes and self.snapshot.stays
 
-    def _write_from_devices(self, store: WritableStore, jobs: list[FileJob], threads: int, *, coded: bool) -> None:
+    def _write_from_devices(
+        self, store: WritableStore, jobs: list[FileJob], codecs: FileCodecs | None, threads: int
+    ) -> None:
         """Write files window by window, as if the caller waited for them; but threads sleep while the device copies."""
         events, total = self.snapshot.events, sum(job.data_nbytes for job in jobs)
         threads = max(1, min(threads, _WRITERS_BESIDE_TRAINING, self._options.pinned_bytes // WINDOW_NBYTES))
-        budget = budget_for_store(store, threads, self._options.host_budget_bytes, coded=coded, window=WINDOW_NBYTES)
+        coded, budget_nbytes = bool(codecs and codecs.chains), self._options.host_budget_bytes
+        budget = budget_for_store(store, threads, budget_nbytes, coded=coded, window=WINDOW_NBYTES)
+        sources = (each for job in jobs for each in job.scattered.values())
+        # Threads that copy from no device have no streams of their own, and would wait for those of training.
+        waits = any(each.accelerator is not None for each in sources)
 
         @contextlib.contextmanager
         def take(window: Window, own: memoryview) -> Iterator[memoryview]:
@@ -443,12 +449,12 @@ class BackgroundWrite:
             try:
                 gather(window, data, queued=True)
             finally:  # also after a failure: the memory is lent again
-                for device in events:
+                for device in events if waits else ():
                     _record_event(torch.accelerator.current_stream(device)).synchronize()
             yield data
 
         write_files(
-            store,
+            codecs.over(store) if codecs else store,
             jobs,
             threads=budget.threads,
             window_nbytes=budget.window_nbytes,
