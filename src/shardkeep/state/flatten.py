@@ -276,6 +276,7 @@ PATH_ITEM = str | int
 OBJ_PATH = tuple[PATH_ITEM, ...]
 Visitor = Callable[[OBJ_PATH, Any], None]
 FLATTEN_MAPPING = dict[str, OBJ_PATH]
+_NEVER_OPENED = {torch.Tensor, torch.nn.Parameter, int, float, bool, str}
 
 
 def _keep_visiting_tensors(value: Any) -> bool:
@@ -322,8 +323,13 @@ def _traverse(path: OBJ_PATH, value: Any, visitor: Visitor, opens: Callable[[Any
     if not opens(value):
         visitor(path, value)
         return
+    named = isinstance(value, Mapping)
     for key, child in items_of(value):
-        _traverse((*path, str(key) if isinstance(value, Mapping) else key), child, visitor, opens)
+        at = (*path, str(key) if named else key)
+        if type(child) in _NEVER_OPENED:
+            visitor(at, child)
+        else:
+            _traverse(at, child, visitor, opens)
 
 
 def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], FLATTEN_MAPPING]:

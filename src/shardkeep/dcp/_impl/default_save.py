@@ -26,7 +26,15 @@ from shardkeep.dcp._impl.dist import _DistWrapper
 from shardkeep.dcp._impl.file_writer import Data, FileSystemWriter, lay_out, plain_or_saved, plain_tensor
 from shardkeep.dcp._impl.planners import DefaultSavePlanner
 from shardkeep.engine.report import Phases
-from shardkeep.engine.save_session import CommittedSave, DescribedState, Labels, RankFiles, SaveLayout, WrittenFiles
+from shardkeep.engine.save_session import (
+    CommittedSave,
+    DescribedState,
+    Labels,
+    RankFiles,
+    SaveLayout,
+    WrittenFiles,
+    kept_plans,
+)
 from shardkeep.engine.stagers import ObjectCopier
 from shardkeep.engine.tensors import sample_replicas
 from shardkeep.engine.writer import FileJob
@@ -205,9 +213,12 @@ class DefaultSave(SaveLayout):
             bucket.sort(key=lambda at: sizes[at] is not None)  # objects first
             job, placed = lay_out(name, [data[at] for at in bucket], together_nbytes=together_nbytes)
             jobs.append(job)
-            for at, item in zip(bucket, placed, strict=True):
-                start = -1 if item.data_start is None or rows[at] >= len(pieces) else item.data_start
-                where[:, at] = number, item.offset, item.nbytes, start
+            own = [rows[at] >= len(pieces) for at in bucket]
+            where[0, bucket] = number
+            where[3, bucket] = [
+                -1 if its_own or each[2] is None else each[2] for its_own, each in zip(own, placed, strict=True)
+            ]
+            where[1:3, bucket] = np.array([item[:2] for item in placed]).T
         self._written = names
         return RankFiles(jobs, lambda: self._complete(jobs, where))
 
@@ -362,8 +373,8 @@ def _describe_values(flat: dict[str, Any]) -> tuple[Description, npt.NDArray[np.
         items.extend(own)
 
     for key, value in flat.items():
-        local = value._local_tensor if is_dtensor(value) else value if is_ordinary(value) else None
-        if not has_part(value):
+        local = value if is_ordinary(value) else value._local_tensor if is_dtensor(value) else None
+        if local is not value and not has_part(value):
             continue
         if local is not None and local.numel():
             tensors[key], flags[key] = value, _flags(value.requires_grad, local.is_cpu and local.is_pinned())
@@ -373,7 +384,7 @@ def _describe_values(flat: dict[str, Any]) -> tuple[Description, npt.NDArray[np.
             open_value(key)
     while True:
         try:
-            description = describe_leaves(tensors)
+            description = describe_leaves(tensors, kept=kept_plans().descriptions)
         except (UnsupportedLeaf, InvalidShards) as error:
             refused = str(error.details.get("key"))
             if isinstance(tensors.pop(refused, None), (ShardedBox, type(None))):

@@ -32,7 +32,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
 from uuid import uuid4
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import c10d_logger
 from torch.distributed.logging_handlers import _log_handlers
 from typing_extensions import deprecated
@@ -227,8 +227,12 @@ def without_ranks(no_dist: bool, verb: str, *, decorators: int) -> bool:
     return alone
 
 
+_STATELESS = {Tensor, nn.Parameter, dict, int, float, str}
+"""Known by their type: to ask a hundred thousand tensors for a method that they lack takes time."""
+
+
 def is_stateful(value: object) -> bool:
-    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    return type(value) not in _STATELESS and hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
 def state_of(value: Any) -> Any:
@@ -238,6 +242,8 @@ def state_of(value: Any) -> Any:
 @_dcp_method_logger(log_exceptions=True)
 def _stateful_to_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a state in which stateful values are replaced by their state; how long each of them takes is logged."""
+    if not _is_handled():
+        return {key: state_of(value) for key, value in state_dict.items()}
     return {
         key: logged(state_of, f"_stateful_to_state_dict.{key}", log_exceptions=True)(value)
         for key, value in state_dict.items()

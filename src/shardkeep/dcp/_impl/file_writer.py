@@ -98,21 +98,34 @@ def lay_out(
     rows: list[_Row] = []
     scattered: dict[int, Scattered] = {}
     placed: list[WrittenItem] = []
-    at = 0
+    frames: dict[Any, tuple[_Row, _Row]] = {}
+    joints: dict[tuple[int, int], _Row] = {}  # by the ids of what is in `frames`
+    at, behind = 0, _NOTHING
     for item in items:
-        begin, nbytes = None, item.nbytes
-        end = at + nbytes
-        if isinstance(item, torch.Tensor):
-            head, tail = _frame(item, at) if framed else (_NOTHING, _NOTHING)
-            begin, end, where = at + head[2], end + head[2] + tail[2], host_address(item)
-            if nbytes and not where:
-                scattered[len(rows) + framed] = scattered_memory(item, item.dtype)
-            parts = [head, (item, where, nbytes), tail]
+        nbytes, before, next_behind = item.nbytes, _NOTHING, _NOTHING
+        if not isinstance(item, torch.Tensor):
+            where, begin = address_of(item), None
         else:
-            parts = [(item, address_of(item), nbytes)]
-        rows += [part for part in parts if part[2]]
+            if framed:
+                key = item.dtype, item.shape, at % (_LARGE_ALIGNMENT if nbytes >= _LARGE_NBYTES else _ALIGNMENT)
+                if (frame := frames.get(key)) is None:
+                    frame = frames[key] = _frame(item, at)
+                before, next_behind = frame
+            where, begin = host_address(item), at + before[2]
+        if behind[2] and before[2]:  # the end of one archive and the beginning of the next are one source
+            if (joint := joints.get((id(behind), id(before)))) is None:
+                joint = joints[id(behind), id(before)] = _row_of(bytes(behind[0]) + bytes(before[0]))
+            rows.append(joint)
+        elif behind[2] or before[2]:
+            rows.append(behind if behind[2] else before)
+        if isinstance(item, torch.Tensor) and nbytes and not where:
+            scattered[len(rows)] = scattered_memory(item, item.dtype)
+        if nbytes:
+            rows.append((item, where, nbytes))
+        end = at + before[2] + nbytes + next_behind[2]
         placed.append(WrittenItem(at, end - at, begin))
-        at = end
+        at, behind = end, next_behind
+    rows += [behind] if behind[2] else []
     sizes = np.array([nbytes for _, _, nbytes in rows], np.int64)
     job = FileJob(
         name=name,
@@ -127,7 +140,7 @@ def lay_out(
     return job, placed
 
 
-_Row = tuple[Data, int, int]
+_Row = tuple[Any, int, int]
 """Bytes of a file: what holds them, where they are in memory as long as that is kept, and how many."""
 _NOTHING: _Row = (memoryview(b""), 0, 0)
 
@@ -140,8 +153,13 @@ def _frame(tensor: torch.Tensor, at: int) -> tuple[_Row, _Row]:
 
 @lru_cache(maxsize=4096)
 def _frame_at(dtype: torch.dtype, shape: Ints, at: int, alignment: int) -> tuple[_Row, _Row]:
-    head, tail = (memoryview(each) for each in frame_tensor(of_torch(dtype), shape, at=at, alignment=alignment))
-    return (head, address_of(head), len(head)), (tail, address_of(tail), len(tail))
+    head, tail = frame_tensor(of_torch(dtype), shape, at=at, alignment=alignment)
+    return _row_of(head), _row_of(tail)
+
+
+def _row_of(data: bytes) -> _Row:
+    view = memoryview(data)
+    return view, address_of(view), len(view)
 
 
 class HashingStream:
