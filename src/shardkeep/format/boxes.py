@@ -346,19 +346,29 @@ _MOST_EXPLAINED = 4096
 
 def tiled(shapes: IntArray, tensor: IntArray, boxes: Boxes) -> npt.NDArray[np.bool_]:
     """Return for each tensor whether its boxes, inside it and not empty, tile it; `tensor`, of each box, is sorted."""
+    # An axis that every box spans whole says nothing, except that an empty tensor is empty.
+    cut = [d for d in range(boxes.axes) if not np.array_equal(boxes.sizes[:, d], shapes[:, d][tensor])]
+    empty: npt.NDArray[np.bool_] = np.any(shapes == 0, axis=1)
+    starts = np.flatnonzero(np.diff(tensor, prepend=-1))
+    if len(cut) == 1:
+        # Most often each box begins where the one before it ends, which is found out in a tenth of the time.
+        low, extents = boxes.offsets[:, cut[0]], shapes[tensor[starts], cut[0]]
+        begins = np.roll(np.add(low, boxes.sizes[:, cut[0]], dtype=np.int64), 1)
+        last, begins[starts] = begins[starts], 0
+        if np.array_equal(low, begins) and np.array_equal(last, np.roll(extents, 1)):
+            empty[tensor[starts]] = True
+            return empty
     rng = default_rng()
     products = np.ones((2, len(boxes)), np.uint64)
     expected = np.ones((2, len(shapes)), np.uint64)
-    for d in range(boxes.axes):
-        offsets, sizes, whole = boxes.offsets[:, d], boxes.sizes[:, d], shapes[:, d]
-        if np.array_equal(sizes, whole[tensor]):
-            continue  # an axis that every box spans whole says nothing, except that an empty tensor is empty
-        weights = multipliers(2, rng)
-        products = _folded(products * _span(offsets, offsets + sizes, weights))
-        expected = _folded(expected * _span(np.zeros_like(whole), whole, weights))
-    expected[:, np.any(shapes == 0, axis=1)] = 0
+    for d in cut:
+        low, extents, weights = boxes.offsets[:, d], shapes[:, d], multipliers(2, rng)
+        high = np.add(low, boxes.sizes[:, d], dtype=np.int64)
+        products = _folded(products * _span(low, high, weights))
+        expected = _folded(expected * _span(np.zeros_like(extents), extents, weights))
+    expected[:, empty] = 0
     sums = np.zeros_like(expected)
-    if len(starts := np.flatnonzero(np.diff(tensor, prepend=-1))):
+    if len(starts):
         sums[:, tensor[starts]] = np.add.reduceat(products, starts, axis=1)
     equal: npt.NDArray[np.bool_] = np.all(sums % _PRIME == expected % _PRIME, axis=0)
     return equal
