@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from shardkeep.errors import InvalidShards, UnsupportedLeaf
-from shardkeep.format.boxes import Box, Ints, slices, within
+from shardkeep.format.boxes import Box, Ints, slices, strides_of, within
 from shardkeep.format.dtypes import known_to_torch, of_numpy, of_torch
 from shardkeep.state.placement import dtensor_boxes
 
@@ -302,7 +302,14 @@ def materialize(key: str, obj: Any) -> Any:
     plain = _unwrap(request, obj)
     device = torch.get_default_device()
     # Under `with torch.device("meta")` the default device cannot hold values.
-    return with_attributes_of(obj, torch.empty_like(plain, device="cpu" if device.type == "meta" else device))
+    return with_attributes_of(obj, memory_for(plain, torch.device("cpu") if device.type == "meta" else device))
+
+
+def memory_for(meta: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return uninitialised memory for a meta tensor. For `empty_like`, torch first imports sympy, slower than many loads."""
+    if type(meta) in _PLAIN and meta.stride() == strides_of(meta.shape):
+        return torch.empty(meta.shape, dtype=meta.dtype, device=device)
+    return torch.empty_like(meta, device=device)
 
 
 def needs_memory(obj: Any) -> bool:

@@ -17,7 +17,7 @@ from shardkeep.errors import BadState, BadValue, BrokenProtocol, InvalidShards, 
 from shardkeep.format.boxes import Box, boxes_overlap, clashes, overlap_region, overlaps, slices, within
 from shardkeep.layouts import torch_values as protocol
 from shardkeep.state.flatten import is_container, items_of
-from shardkeep.state.leaves import has_part, is_dtensor, is_ordinary, is_sharded_tensor
+from shardkeep.state.leaves import has_part, is_dtensor, is_ordinary, is_sharded_tensor, memory_for
 from shardkeep.state.patterns import suggestions
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def _real_sharded_tensor(value: Any) -> Any:
 def _real_tensor(value: torch.Tensor) -> torch.Tensor:
     if not value.is_meta:
         return value
-    real = torch.empty_like(value, device=_default_device())
+    real = memory_for(value, _default_device())
     if protocol._is_checkpointable_tensor(value):
         protocol._copy_checkpointable_tensor_metadata(value, real)
     return real
