@@ -326,14 +326,19 @@ def read_files(
                 reader.close()
         return not cached
 
+    count = sum(len(plan.reads) for plan in plans)
+    # A single read is not worth a thread. One that copies to an accelerator needs a stream of its own.
+    alone, threads = count == 1 and scope is None and not on_accelerator, min(threads, count) or 1
     try:
         with ExitStack() as inside:
             queue, lend = tasks(), inside.enter_context(windows_for(scattered.values(), window_nbytes, threads))
-            if keep_cached and base.prefetches(store):
+            if keep_cached and base.prefetches(store) and alone:
+                prefetch(opened[0], opened[0].reads.reads[0])
+            elif keep_cached and base.prefetches(store):
                 thread = inside.enter_context(ThreadPoolExecutor(1, thread_name_prefix="shardkeep-ahead"))
                 inside.callback(thread.shutdown, cancel_futures=True)
                 queue = prefetched(thread)
-            run_workers(queue, work, threads=threads, buffer_nbytes=window_nbytes, lend=lend, scope=scope)
+            run_workers(queue, work, threads=threads, buffer_nbytes=window_nbytes, lend=lend, scope=scope, alone=alone)
     finally:
         for file in opened:
             if file.reader is not None:

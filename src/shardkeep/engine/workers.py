@@ -149,9 +149,10 @@ def run_workers(
     lend: Callable[[], memoryview] | None = None,
     on_stop: Callable[[], object] | None = None,
     scope: CancelScope | None = None,
+    alone: bool = False,
 ) -> None:
     """
-    Do every task on one of `threads` threads, each with its own reused page-aligned buffer.
+    Do every task on one of `threads` threads, each with its own reused page-aligned buffer; `alone`: on the caller's.
 
     If a task fails, no other is started, those in progress end, and the first exception is raised. A `scope` is then
     cancelled too, and if it is no longer wanted, SaveCancelled is raised. `work` returns whether it waited for a
@@ -203,11 +204,14 @@ def run_workers(
         if on_stop is not None:
             on_stop()
 
+    if alone:
+        worker()
+    wanted = None if scope is None else scope.wanted
     with ThreadPoolExecutor(threads, thread_name_prefix="shardkeep") as pool:
         try:
-            futures = [pool.submit(worker) for _ in range(threads)]
-            while wait(futures, None if scope is None else _POLL_S).not_done:
-                if scope is not None and not scope.wanted() and not stop.is_set():
+            futures = [pool.submit(worker) for _ in range(0 if alone else threads)]
+            while wait(futures, _POLL_S if wanted else None).not_done:
+                if wanted and not wanted() and not stop.is_set():
                     failed.insert(0, SaveCancelled("it was cancelled while its files were written"))
                     cancel()
         except BaseException:

@@ -146,6 +146,10 @@ def write_files(
             return hash_and_write(file, window.offset, data, window.job.block_nbytes)
 
     put = put or hash_and_put
+    count = sum(1 for job in jobs for _ in islice(_windows(job, window_nbytes), threads))
+    threads = min(threads, count) or 1
+    # A single window is not worth a thread, unless that waits for an accelerator, or must not be waited for.
+    alone = count == 1 and (scope is None or scope.wanted is None) and all(one.accelerator is None for one in gathered)
     with windows_for(gathered, window_nbytes, threads, after=after) as lend, ExitStack() as undo:
         gathered.clear()  # a file that is complete lets go of its tensors
         unique, begun = CancelScope(parent=scope), list[str]()
@@ -191,6 +195,7 @@ def write_files(
             lend=lend,
             on_stop=unique.cancel,
             scope=scope,
+            alone=alone and after is None,
         )
         undo.pop_all()
     return [bytes(job.digests) for job in jobs]

@@ -35,13 +35,13 @@ class CancelScope:
         *,
         parent: CancelScope | None = None,
         budget: MemoryBudget | None = None,
-        wanted: Callable[[], bool] = lambda: True,
+        wanted: Callable[[], bool] | None = None,
     ) -> None:
         """
         Make a scope. Cancelling the parent cancels this one.
 
         `budget` is memory for the bytes that stores buffer; None: the parent's, or else the store's own. `wanted` says
-        whether the blobs are still wanted, and must neither block nor raise.
+        whether the blobs are still wanted, and must neither block nor raise; None: always.
         """
         self.wanted = wanted
         self.budget: MemoryBudget | None = parent.budget if budget is None and parent is not None else budget
