@@ -4,7 +4,8 @@ Messages between ranks in torch's key-value store: values under keys of their ow
 Two properties of torch's stores shape this module. A TCPStore client does one thing at a time behind a lock, and logs two lines
 for each `wait` that times out: a long wait would stall the training loop's own use of the store, and fill its log. So
 waits poll, which is short and silent, ever more slowly as the wait grows. And a call never returns if the machine
-that hosts the store vanishes. So every use of the store runs on a thread that is abandoned when its time is up.
+that hosts the store vanishes. So every use of the store runs on a thread that is abandoned when its time is up; else it is kept
+for a while for the next use, because a call makes several.
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ import math
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
+
+from shardkeep.options import per_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,6 +33,8 @@ BATCH = 16
 """Keys read by one request, so that the answer stays within 64 MiB."""
 GRACE_S = 2.0
 """How long past its deadline a use of the store may take before its thread is abandoned."""
+IDLE_S = 2.0
+"""How long a thread waits for another errand."""
 LATE_S = 10.0
 """After how long a wait is worth a word."""
 CHECKS_PER_S = 8000
@@ -57,6 +64,8 @@ class KVMailbox:
         self._extended: bool = store.has_extended_api()  # type: ignore[attr-defined]  # missing from the stub
         self._slowest_s = longest_pause_s(ranks)
         self._quickest_s = max(0.0005, ranks / CHECKS_PER_S / 5)
+        # Rank 0 waits alone and all others wait for it, so it looks more often.
+        self._fraction = 4 if ranks > 1 else 10
         self._ranks, self._stop = ranks, stop
 
     def count(self, key: str) -> int:
@@ -125,7 +134,7 @@ class KVMailbox:
             if late is not None and waited >= late_s:
                 late(waited)
                 late_s *= 3  # seldom, because it may look at a key of each rank
-            pause_s = max(self._quickest_s, waited / 4)
+            pause_s = max(self._quickest_s, waited / self._fraction)
         return None
 
     def there(self, key: str) -> bool:
@@ -183,8 +192,7 @@ def with_mailbox(store: Store, ranks: int, errand: Callable[[KVMailbox], T], *, 
         except BaseException as error:  # noqa: BLE001 - raised below
             outcome.set_exception(error)
 
-    # A daemon, not an executor's thread: a thread stuck in a dead connection must not keep the process from ending.
-    threading.Thread(target=run, daemon=True, name="shardkeep-ranks").start()
+    run_aside(run)
     try:
         error = outcome.exception(within_s + GRACE_S)
     except Exception as late:  # the future's own TimeoutError, whose class changed in Python 3.11
@@ -194,3 +202,33 @@ def with_mailbox(store: Store, ranks: int, errand: Callable[[KVMailbox], T], *, 
     if isinstance(error, (RuntimeError, OSError)):  # what torch's stores raise; torch appends a C++ stack
         raise StoreUnreachable((str(error).strip().splitlines() or [type(error).__name__])[0]) from error
     return outcome.result()
+
+
+_Queue = SimpleQueue["Callable[[], None]"]
+_idle_threads = per_process(list[_Queue])
+
+
+def run_aside(work: Callable[[], None]) -> None:
+    """Run `work`, which does not raise, on a thread of this process that is idle, or on a new one."""
+    idle = _idle_threads()
+    try:
+        queue = idle.pop()
+    except IndexError:
+        queue = SimpleQueue()
+        # A daemon, not an executor's thread: a thread stuck in a dead connection must not keep the process from ending.
+        threading.Thread(target=_serve, args=(queue, idle), daemon=True, name="shardkeep-ranks").start()
+    queue.put(work)
+
+
+def _serve(queue: _Queue, idle: list[_Queue]) -> None:
+    while True:
+        try:
+            work = queue.get(timeout=IDLE_S)
+        except Empty:
+            with suppress(ValueError):  # it is about to be used
+                idle.remove(queue)
+                return
+            work = queue.get()
+        work()
+        del work  # with all that it holds
+        idle.append(queue)

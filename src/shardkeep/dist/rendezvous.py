@@ -34,7 +34,7 @@ import msgspec
 from msgspec.structs import replace
 
 from shardkeep.dist import rank_errors
-from shardkeep.dist.kv import PIECE_BYTES, KVMailbox, StoreUnreachable, longest_pause_s, with_mailbox
+from shardkeep.dist.kv import PIECE_BYTES, KVMailbox, StoreUnreachable, longest_pause_s, run_aside, with_mailbox
 from shardkeep.dist.rank_errors import ALL_CALL, GroupError
 from shardkeep.errors import CheckpointError, Failure
 
@@ -106,7 +106,7 @@ LOG_RANKS = 32
 LOGGED_BYTES = 4096
 """The longest message in a log, because a TCPStore copies the whole value each time that something is appended."""
 NOTE_S = 0.1
-"""How long the work of a rank takes before it notes what it does. In the first phase of a call it does so at once."""
+"""How long the work of a rank takes before it notes what it does. Rank 0 does so at once, and all do in their first call."""
 
 _SAID, _LONG, _LEFT = 0, 1, 2
 """Whether an entry of a log is a message, stands for a long one, or says that the rank left or gave up."""
@@ -125,6 +125,8 @@ class Rendezvous:
         """How much longer than its timeout a rank waits for rank 0's own work."""
         self._title = title
         self._call = 0
+        # What rank 0 did last before this call, and so did the others if they made the same calls.
+        self._before: RankActivity | None = None
         # The phase in which this rank sends its next message.
         self._step = 0
         self._present = 0
@@ -404,27 +406,29 @@ class Rendezvous:
     def _number(self, mailbox: KVMailbox) -> None:
         self._call = mailbox.count(f"calls/{self._world.rank}")
         self._step = 0
+        if self._world.rank == 0:
+            self._before = _last_note(mailbox, 0)
 
     @contextlib.contextmanager
     def _noted(self, phase: str) -> Iterator[None]:
         """Note what this rank does, for the others' message if it does not answer."""
-        if self._step == 0 or self._world.rank == 0:
+        if self._call == 1 or self._world.rank == 0:
             self._visit(lambda mailbox: self._note(mailbox, phase))
             yield
             return
+        done = threading.Event()
 
         def note_late() -> None:
-            with contextlib.suppress(StoreUnreachable):  # the rank's own requests find that out
-                self._visit(lambda mailbox: self._note(mailbox, phase))
+            if not done.wait(NOTE_S):
+                with contextlib.suppress(StoreUnreachable):  # the rank's own requests find that out
+                    self._visit(lambda mailbox: self._note(mailbox, phase))
 
         # Short phases are most of a job's meetings, and a note of each would be a quarter of all requests.
-        timer = threading.Timer(NOTE_S, note_late)
-        timer.daemon = True
-        timer.start()
+        run_aside(note_late)
         try:
             yield
         finally:
-            timer.cancel()
+            done.set()
 
     def _note(self, mailbox: KVMailbox, phase: str) -> None:
         mailbox.put(f"doing/{self._world.rank}", encode(RankActivity(self._call, self._step, phase, self._title)))
@@ -499,7 +503,8 @@ class Rendezvous:
         if calls == 0:
             doing = "it has made no call yet"
         elif calls != self._call:
-            title = f", {seen.title!r}" if seen and seen.call == calls else ""
+            seen = next((each for each in (seen, self._before) if each and each.call == calls), None)
+            title = f", {seen.title!r}" if seen else ""
             doing = f"it has not made call {self._call}; its last was call {calls}{title}"
         elif seen and seen.call == self._call:
             doing = f"it was last seen in {seen.phase!r}" if seen.title == self._title else f"it is in {seen.title!r}"
@@ -549,8 +554,12 @@ _LastSeen = tuple[int, RankActivity | None]
 
 
 def _last_seen(mailbox: KVMailbox, rank: int) -> _LastSeen:
+    return mailbox.counted(f"calls/{rank}"), _last_note(mailbox, rank)
+
+
+def _last_note(mailbox: KVMailbox, rank: int) -> RankActivity | None:
     note = mailbox.peek(f"doing/{rank}")
-    return mailbox.counted(f"calls/{rank}"), decode_activity(note) if note else None
+    return decode_activity(note) if note else None
 
 
 def _ranks_of(log: int) -> range:
