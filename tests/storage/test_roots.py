@@ -101,6 +101,15 @@ def test_what_makes_a_checkpoint_goes_first(root, commit):
         assert not list(root.place(f"step-{at}").list())
 
 
+def test_a_directory_is_removed_with_one_sync(tmp_path, monkeypatch):
+    """When the first file is gone, it is durable that the checkpoint is."""
+    fill(LocalStore(tmp_path), "step-1", RECORD_NAME, "a", "b")
+    seen = []
+    monkeypatch.setattr(local_root, "sync_directory", lambda path: seen.append({*os.listdir(path)}))
+    LocalStore(tmp_path).remove("step-1")
+    assert seen == [{"a", "b", REMOVING_NAME}]
+
+
 def test_a_full_disk_does_not_keep_a_place(root):
     """The mark may fail to be made: room is what removing is for."""
     fill(root, "step-1", RECORD_NAME, "data")

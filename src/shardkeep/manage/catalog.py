@@ -18,6 +18,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from functools import cached_property, partial
 from heapq import heapify, heappop, heappush
+from itertools import chain
 from typing import TypeVar
 
 from shardkeep import errors
@@ -36,7 +37,7 @@ from shardkeep.storage.resolve import open_root
 T = TypeVar("T")
 R = TypeVar("R")
 
-_TEMPLATE = re.compile(r"([^{}]*)\{step(?::(?:0[1-9]\d*)?d?)?\}([^{}]*)")
+_TEMPLATE = re.compile(r"([^{}]*)\{step(?::(?:0([1-9]\d*))?d?)?\}([^{}]*)")
 _TEMPLATE_HINT = (
     'a template has the step in it once, as in "step-{step}" or "step-{step:08d}", and otherwise letters, digits, ._-'
 )
@@ -51,6 +52,9 @@ _PIN_PREFIX = "pin."
 LATEST_NAME = "latest"
 _MAX_NBYTES = 4096  # of the file `latest`
 _THREADS = 16  # how many records are read at a time: most of that time is spent waiting for the disk or the network
+_AT_ONCE = (
+    32  # items that a thread takes at a time: with fewer, small files of a disk take longer to hand out than to read
+)
 _MAX_STRANGERS = 3
 
 
@@ -63,16 +67,16 @@ class Naming:
         found = _TEMPLATE.fullmatch(template) if isinstance(template, str) else None
         if found is None or not base.is_name(template.format(step=_MAX_STEP)):
             raise errors.StateError(f"template is {template!r}", hint=_TEMPLATE_HINT)
-        before, after = map(re.escape, found.groups())
-        self._pattern = re.compile(f"{before}([0-9]{{1,251}}){after}")
+        before, width, after = found.groups(default="1")
+        digits = f"[0-9]{{{width}}}|[1-9][0-9]{{{width},}}"  # as the template writes a step, and not otherwise
+        self._pattern = re.compile(f"{re.escape(before)}({digits}){re.escape(after)}")
 
     def name(self, step: int) -> str:
         return self.template.format(step=step)
 
     def step(self, name: str) -> int | None:
         found = self._pattern.fullmatch(name)
-        step = int(found[1]) if found else -1
-        return step if 0 <= step <= _MAX_STEP and self.name(step) == name else None
+        return step if found and (step := int(found[1])) <= _MAX_STEP else None
 
 
 def template_of(name: str) -> str | None:
@@ -87,9 +91,12 @@ def template_of(name: str) -> str | None:
 
 def guess_template(names: Iterable[str]) -> str:
     """Find the template that most names match; the default one if any name matches that, or if none looks like a step."""
+    usual, names = Naming(DEFAULT_TEMPLATE), list(names)
+    if any(usual.step(name) is not None for name in names):
+        return DEFAULT_TEMPLATE
     known = [name for name in names if _STEP_IN_NAME.fullmatch(name)]  # not exp-1, or llama-7b
     templates = Counter(found for name in known if (found := template_of(name)))
-    if DEFAULT_TEMPLATE in templates or not templates:
+    if not templates:
         return DEFAULT_TEMPLATE
     likely = [template for template, _ in templates.most_common(5)]
     return max(likely, key=lambda template: sum(Naming(template).step(name) is not None for name in known))
@@ -121,12 +128,14 @@ def map_in_threads(work: Callable[[T], R], items: Sequence[T], threads: int, nam
     if len(items) < 2:
         yield from map(work, items)
         return
+    many = min(_AT_ONCE, -(-len(items) // (4 * threads)))
+    some = lambda at: list(map(work, items[at : at + many]))  # noqa: E731
     with ThreadPoolExecutor(threads, thread_name_prefix=name) as pool:
         try:
-            done = pool.map(work, items)
+            done = pool.map(some, range(0, len(items), many))
         except RuntimeError:
-            done = map(work, items)
-        yield from done
+            done = map(some, range(0, len(items), many))
+        yield from chain.from_iterable(done)
 
 
 class Catalog:
@@ -184,8 +193,11 @@ class Catalog:
         """Return the names of what may be a checkpoint, without reading it, and the steps that the template finds in them."""
         if not self._lists_all:
             return {name: step for name in self.root.places() if (step := self.naming.step(name)) is not None}
+        places = list(self.root.places())
+        if "naming" not in self.__dict__:
+            self.naming = Naming(guess_template(places))
         files = (info.name for info in base.with_any_names(self.root).list() if info.name.endswith(_FILE_SUFFIXES))
-        names = [name for name in self.root.places() if not name.startswith(".")]
+        names = [name for name in places if not name.startswith(".")]
         names += [name for name in files if not name.startswith(_PIN_PREFIX)]
         return {name: self.naming.step(name) for name in names}
 
@@ -390,7 +402,7 @@ class KnownEntries:
         """List the root and read what is not known to be committed; return all entries, the newest first."""
         self._pins, names = pinned(self._catalog.root), self._catalog.names()
         self._found = {
-            name: replace(entry, pinned=name in self._pins)
+            name: entry if entry.pinned == (name in self._pins) else replace(entry, pinned=not entry.pinned)
             for name in names
             if (entry := self._found.get(name)) and entry.committed and entry.save_id
         }

@@ -22,7 +22,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from hashlib import blake2b
 from typing import Any, Literal
@@ -707,17 +707,18 @@ class LocalStore:
                 digest = blake2b(file.read(), digest_size=16).hexdigest()
                 return base.Version(digest, str(os.fstat(files.buffered).st_mtime_ns))
 
-    def _entries(self, is_name: Callable[[str], bool]) -> list[os.DirEntry[str]]:
+    def _entries(self) -> list[os.DirEntry[str]]:
         with storage_errors("cannot list", self.url), suppress(FileNotFoundError), os.scandir(self._path) as entries:
-            return [entry for entry in entries if is_name(entry.name)]
+            return list(entries)
         return []
 
     def list(self) -> Iterator[base.BlobInfo]:
         found = []
         with storage_errors("cannot list", self.url):
-            for entry in self._entries(base.is_place_name if self._foreign else base.is_name):
+            is_name = base.is_place_name if self._foreign else base.is_name
+            for entry in self._entries():
                 with suppress(FileNotFoundError):  # deleted since
-                    if entry.is_file(follow_symlinks=False):
+                    if entry.is_file(follow_symlinks=False) and is_name(entry.name):
                         status = entry.stat(follow_symlinks=False)
                         found.append(base.BlobInfo(entry.name, status.st_size, status.st_mtime))
         return iter(sorted(found, key=lambda blob: blob.name))
@@ -748,7 +749,7 @@ class LocalStore:
 
     def places(self) -> Iterator[str]:
         with storage_errors("cannot list", self.url):
-            return iter([entry.name for entry in self._entries(base.is_place_name) if entry.is_dir()])
+            return iter([each.name for each in self._entries() if each.is_dir() and base.is_place_name(each.name)])
 
     def place(self, name: str) -> LocalStore:
         return LocalStore(os.path.join(self.url, base.check_place(name)), direct=self._direct, durable=self._durable)
@@ -758,11 +759,21 @@ class LocalStore:
         with storage_errors("cannot remove", self.url, name), suppress(FileNotFoundError):
             if os.path.islink(path):
                 os.unlink(path)
-            else:
+                return
+            with os.scandir(path) as entries:
+                names = {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
+            markers = set(filter(base.is_commit_marker, names))
+            for each in markers:  # one step both ends the checkpoint and marks the removal, even on a full disk
+                os.replace(os.path.join(path, each), os.path.join(path, base.REMOVING_NAME))
+            if not markers:
                 base.delete_contents(self.place(name))
-                # What is left has no blob's name or is not a file: other programs left it. Links are not followed.
-                shutil.rmtree(path)
-            sync_directory(self._path)
+            elif self._durable:
+                sync_directory(path)  # enough: what comes back after a power failure is marked, and swept
+            for each in names - markers - {base.REMOVING_NAME} if markers else ():
+                with suppress(FileNotFoundError):
+                    os.unlink(os.path.join(path, each))
+            # Left are the mark, and what has no blob's name or is no file: other programs left it. Links are not followed.
+            shutil.rmtree(path)
 
     def drop_empty(self, name: str) -> None:
         path = os.path.join(self._path, base.check_place(name))
