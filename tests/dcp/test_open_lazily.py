@@ -87,7 +87,7 @@ def test_an_old_copy_of_the_metadata_is_ignored(tmp_path: Path) -> None:
     """A `.metadata` that older versions wrote ends in two digests, of which the first named a second file."""
     quietly(dcp.save, {"w": torch.ones(3), "step": 7}, checkpoint_id=tmp_path, no_dist=True)
     raw, _ = unsealed((tmp_path / ".metadata").read_bytes(), "here")
-    (tmp_path / ".metadata").write_bytes(sealed(raw + b"shardkeep columns " + bytes(16)))
+    (tmp_path / ".metadata").write_bytes(sealed([raw + b"shardkeep columns " + bytes(16)]))
     into = {"w": torch.zeros(3), "step": 0}
     quietly(dcp.load, into, checkpoint_id=tmp_path, no_dist=True)
     assert (into["w"].tolist(), into["step"], sk.open(tmp_path)["step"]) == ([1, 1, 1], 7, 7)
@@ -135,12 +135,12 @@ def test_columns_say_what_the_pickle_says(tmp_path: Path, rank_pool) -> None:
     raw, behind = unsealed(whole, "here")
     sk.open(folder).verify()
     of_columns = described(folder)
-    path.write_bytes(sealed(b"no pickle at all", behind))  # which is not looked at, except by `verify`
+    path.write_bytes(sealed([b"no pickle at all"], behind))  # which is not looked at, except by `verify`
     os.utime(path, ns=(path.stat().st_atime_ns, time_of := path.stat().st_mtime_ns))
     unread = described(folder)
     with pytest.raises(DamagedCheckpoint):
         sk.open(folder).verify()
-    path.write_bytes(sealed(raw))
+    path.write_bytes(sealed([raw]))
     os.utime(path, ns=(time_of, time_of))
     of_pickle = described(folder)
     assert unread[1:] == of_columns[1:] == of_pickle[1:]
@@ -181,7 +181,7 @@ def test_hostile_columns_are_refused(tmp_path: Path, change: dict[str, Any]) -> 
     path = tmp_path / ".metadata"
     raw, behind = unsealed(path.read_bytes(), "here")
     fields = dict(zip(Columns.__struct_fields__, msgspec.msgpack.decode(behind), strict=True))
-    path.write_bytes(sealed(raw, msgspec.msgpack.encode(list({**fields, **change}.values()))))
+    path.write_bytes(sealed([raw], msgspec.msgpack.encode(list({**fields, **change}.values()))))
     into, expected = {"w": torch.zeros(3), "v": torch.zeros(3), "step": 0}, ([1, 1, 1], 7)
     try:
         quietly(dcp.load, into, checkpoint_id=tmp_path, no_dist=True)
@@ -203,7 +203,7 @@ def test_verify_compares_the_columns_with_the_pickle(tmp_path: Path) -> None:
     swapped = index.chunks.take(np.array([1, 0]))
     fields[0] = encode_index(dataclasses.replace(index, chunks=swapped))
     fields[1] = pack(ints(fields[1]).reshape(2, 2)[:, [1, 0]])
-    path.write_bytes(sealed(raw, msgspec.msgpack.encode(fields)))
+    path.write_bytes(sealed([raw], msgspec.msgpack.encode(fields)))
     assert sk.open(tmp_path)["a"][:].tolist() == [1, 1, 1]
     with pytest.raises(DamagedCheckpoint, match="its columns, which shardkeep reads, and its pickle"):
         sk.open(tmp_path).verify()

@@ -10,9 +10,11 @@ from __future__ import annotations
 import errno
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count, islice
 from typing import NamedTuple
+
+import numpy as np
 
 from shardkeep.conversion import pipeline
 from shardkeep.conversion.select import Selection
@@ -21,12 +23,12 @@ from shardkeep.engine.reader import Source
 from shardkeep.engine.torch_source import item_batches
 from shardkeep.engine.torch_view import TorchView
 from shardkeep.errors import CheckpointExists
-from shardkeep.format.boxes import whole
+from shardkeep.format.boxes import Boxes, Ints, whole
 from shardkeep.format.torch_zip import frame_tensor
 from shardkeep.layouts import orphans
 from shardkeep.layouts import torch_values as protocol
 from shardkeep.layouts.torch import DATA_SUFFIX, METADATA_NAME, SUMS_SUFFIX, Sums, encode_sums
-from shardkeep.layouts.torch_pickle import PlainEntry, PlainPlace, encode_plain_metadata
+from shardkeep.layouts.torch_pickle import Contents, Kind, encode_body, encode_plain_metadata
 from shardkeep.layouts.torch_publish import Commit
 from shardkeep.options import Options
 from shardkeep.storage.base import Store
@@ -71,8 +73,10 @@ def write_torch_layout(
         "lay out", describe, lambda it: [(name, data.nbytes) for group in it[1] for name, data in group]
     )
     names = team.on_rank_0("begin", begin, list[str])
-    places: list[PlainPlace] = []
-    files = [_lay_out(name, group, places) for name, group in zip(names, groups, strict=True)]
+    places: dict[str, tuple[int, int, int, int]] = {}
+    files = [
+        _lay_out(number, name, group, places) for number, (name, group) in enumerate(zip(names, groups, strict=True))
+    ]
     made, handed_over = list[str](), False
 
     def write() -> dict[str, Sums]:
@@ -91,9 +95,8 @@ def write_torch_layout(
         nonlocal handed_over
         sums = {name: of_file for of_rank in written for name, of_file in of_rank.items()}
         data = encode_plain_metadata(
-            described.entries,
-            described.paths,
-            places,
+            encode_body(_contents(described, places), len(names)),
+            names,
             storage_meta=protocol.StorageMeta(checkpoint_id=store.url, save_id=str(uuid.uuid4())),
             version=protocol.CURRENT_DCP_VERSION,
             shardkeep_sums={name: tuple(each) for name, each in sorted(sums.items())},
@@ -117,38 +120,58 @@ def write_torch_layout(
 
 
 class _Described(NamedTuple):
-    entries: dict[str, PlainEntry | None]
+    kinds: dict[str, Kind | None]
+    shapes: list[Ints]
     paths: dict[str, tuple[str | int, ...]]
 
 
 def _describe(view: TorchView, source: Source, options: Options) -> tuple[_Described, list[_Item]]:
-    entries: dict[str, PlainEntry | None] = {}
+    kinds: dict[str, Kind | None] = {}
+    shapes: list[Ints] = []
     items: list[_Item] = []
     for key in view.paths:  # in the order of the state
         row = view.rows.get(key)
         if row is None:
-            entries[key] = None
+            kinds[key] = None
             items.append((key, view.saved_object(key, options).getbuffer()))
         else:
             part = pipeline.TensorPart(key, row, whole(source.index.shape(row)), source.index.dtype(row))
-            entries[key] = (part.dtype.name, False, False), part.box.sizes, [(part.box.offsets, part.box.sizes)]
+            kinds[key] = part.dtype.name, False, False
             items.append((key, part))
-    return _Described(entries, view.paths), items
+        shapes.append(() if row is None else source.index.shape(row))
+    return _Described(kinds, shapes, view.paths), items
 
 
-def _lay_out(file: str, items: Sequence[_Item], places: list[PlainPlace]) -> pipeline.FileParts:
+def _contents(described: _Described, places: Mapping[str, tuple[int, int, int, int]]) -> Contents:
+    """Return what is stored: each value as one item."""
+    kinds, shapes, paths = described
+    boxes = Boxes.of(list(map(whole, shapes)))
+    return Contents(
+        kinds=kinds,
+        ndim=np.array(list(map(len, shapes)), np.int64),
+        shape=boxes.sizes,
+        paths=paths,
+        value=np.arange(len(kinds)),
+        boxes=boxes,
+        places=np.array([places[key] for key in kinds], np.int64).reshape(-1, 4).T,
+    )
+
+
+def _lay_out(
+    number: int, file: str, items: Sequence[_Item], places: dict[str, tuple[int, int, int, int]]
+) -> pipeline.FileParts:
     """Lay items end to end in a file, each tensor framed as an archive of torch's, and note where each one lies."""
     parts: list[pipeline.Part] = []
     at = 0
     for name, data in items:
         own: list[pipeline.Part] = [data]
-        offsets, start = None, -1
+        start = -1
         if isinstance(data, pipeline.TensorPart):
             head, tail = frame_tensor(data.dtype, data.box.sizes, at=at, alignment=_ALIGNMENT)
             own = [memoryview(head), data, memoryview(tail)]
-            offsets, start = data.box.offsets, at + len(head)
+            start = at + len(head)
         nbytes = sum(part.nbytes for part in own)
-        places.append((name, offsets, 0, file, at, nbytes, start))
+        places[name] = number, at, nbytes, start
         parts += own
         at += nbytes
     return pipeline.file_parts(file, parts)

@@ -432,6 +432,17 @@ def hash_rows(columns: list[IntArray], weights: Hashes) -> Hashes:
     return _mix(total)
 
 
+def distinct_rows(table: IntArray) -> tuple[IntArray, IntArray]:
+    """Return the distinct rows of a matrix, and which of them each row is."""
+    rng = default_rng()
+    while True:  # until no two different rows have one hash: once
+        hashes = hash_rows([*table.T], multipliers(table.shape[1] + 1, rng))
+        _, first, which = np.unique(hashes, return_index=True, return_inverse=True)
+        which = which.reshape(-1)
+        if np.array_equal(table[first][which], table):
+            return table[first], which
+
+
 IndexItem = int | slice | EllipsisType
 
 

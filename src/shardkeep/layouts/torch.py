@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+import xxhash
 
 from shardkeep.errors import BlobNotFound, ChecksumMismatch, MalformedFile
 from shardkeep.format.boxes import Box, Ints
@@ -139,11 +140,13 @@ _BEHIND_MARK = b"shardkeep behind "
 _BEHIND_NBYTES = len(_BEHIND_MARK) + 8
 
 
-def sealed(raw: bytes, behind: bytes = b"") -> bytes:
-    """Return a pickle, what only shardkeep reads behind it, and a digest of both."""
-    if behind:
-        raw = b"".join((raw, behind, _BEHIND_MARK, len(behind).to_bytes(8, "little")))
-    return raw + _MARK + digest(raw)
+def sealed(raw: Sequence[bytes], behind: bytes = b"") -> bytes:
+    """Return the parts of a pickle, what only shardkeep reads behind it, and a digest of both."""
+    parts = [*raw, behind, _BEHIND_MARK, len(behind).to_bytes(8, "little")] if behind else raw
+    whole = xxhash.xxh3_128()
+    for part in parts:
+        whole.update(part)
+    return b"".join([*parts, _MARK, whole.digest()])
 
 
 def unsealed(data: bytes, where: str) -> tuple[bytes, bytes]:

@@ -11,15 +11,18 @@ from __future__ import annotations
 import io
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from itertools import count, repeat
 from typing import Any, TypeGuard
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 
 from shardkeep.dcp._impl import plans
 from shardkeep.dcp._impl.dist import _DistWrapper
@@ -39,13 +42,21 @@ from shardkeep.engine.stagers import ObjectCopier
 from shardkeep.engine.tensors import sample_replicas
 from shardkeep.engine.writer import FileJob
 from shardkeep.errors import BrokenProtocol, CheckpointError, InvalidShards, UnsupportedLeaf
-from shardkeep.format.boxes import IntArray, ints, pack
+from shardkeep.format.boxes import Boxes, IntArray, ints, matrix_of, pack, widen
 from shardkeep.format.dtypes import by_code
 from shardkeep.format.index import Chunks, Index, Tensors, encode_index, strings_of
 from shardkeep.format.record import FileEntry
 from shardkeep.layouts import torch_values as protocol
 from shardkeep.layouts.torch import METADATA_NAME, SUMS_SUFFIX, Columns, Sums, encode_sums
-from shardkeep.layouts.torch_pickle import PlainEntry, PlainPlace, decode_metadata, encode_plain_metadata, read_metadata
+from shardkeep.layouts.torch_pickle import (
+    Body,
+    Contents,
+    Kind,
+    decode_metadata,
+    encode_body,
+    encode_plain_metadata,
+    read_metadata,
+)
 from shardkeep.options import decodable
 from shardkeep.plan import save_plan
 from shardkeep.state.describe import Description, describe_leaves, find_buffers
@@ -61,6 +72,8 @@ _WRITER = (
     *("storage_meta", "_settle_plans", "_write_data", "_metadata_exists", "_get_metadata_path", "_commit"),
 )
 _REQUIRES_GRAD, _PINNED = 1, 2
+_MOST_KEPT_NBYTES = 128 << 20
+"""Of a plan with the metadata of its last save."""
 _ORDINARY: set[type] = {torch.Tensor, torch.nn.Parameter}
 _ATOMS: set[type] = {int, float, bool, str, bytes, type(None)}
 
@@ -108,17 +121,20 @@ class _Planned:
     tensors: Tensors
     pieces: save_plan.PlannedChunks
     """By rank, then by row."""
-    entries: list[tuple[tuple[str, bool, bool], tuple[int, ...]]]
-    """Properties and shape of each key's tensor."""
+    flags: list[int]
+    """Of each key's tensor."""
     items: list[list[_SentItem]]
     """The items of their own that each rank writes."""
     states: list[_SentState]
     to_lowest: bool
     sampled: save_plan.SampledReplicas | None
+    encoded: dict[bytes, tuple[Body, Columns | None]] = field(default_factory=dict)
+    """The metadata of the last save, but for its files, by a digest of where its items are in them."""
 
     @property
     def nbytes(self) -> int:
-        return sum(column.nbytes for column in self.pieces.columns())
+        encoded = sum(len(body.raw) for body, _ in self.encoded.values())
+        return encoded + sum(column.nbytes for column in self.pieces.columns())
 
 
 @dataclass
@@ -255,12 +271,6 @@ class DefaultSave(SaveLayout):
         for raw in dict.fromkeys(each.names for each in reversed(manifests)):
             names = msgspec.msgpack.decode(raw, type=save_plan.TensorNames)
             flags.update(zip(names.keys, names.flags, strict=True))
-        dtypes = {code: by_code(code).name for code in set(tensors.dtype.tolist())}
-        shapes = zip(tensors.dtype.tolist(), tensors.shape.tolist(), tensors.ndim.tolist(), strict=True)
-        entries = [
-            (_properties(dtypes[code], flags[key]), tuple(shape[:ndim]))
-            for key, (code, shape, ndim) in zip(keys, shapes, strict=True)
-        ]
         # Of items that several ranks have, the first one's is written.
         items: list[list[_SentItem]] = []
         answers: list[bytes] = []
@@ -274,7 +284,14 @@ class DefaultSave(SaveLayout):
             answers.append(pack(np.concatenate([pieces.row[low:high], first + np.array(own, np.int64)])))
         _check_items(keys, items)
         planned = _Planned(
-            keys, tensors, pieces, entries, items, states, self._planner.dedup_save_to_lowest_rank, plan.sampled
+            keys,
+            tensors,
+            pieces,
+            [flags[key] for key in keys],
+            items,
+            states,
+            self._planner.dedup_save_to_lowest_rank,
+            plan.sampled,
         )
         return planned, answers
 
@@ -318,21 +335,21 @@ class DefaultSave(SaveLayout):
 
 def _check_items(keys: Sequence[str], items: list[list[_SentItem]]) -> None:
     """Check that items of their own have names of their own, and that tensors among them are complete."""
-    entries: dict[str, PlainEntry | None] = {}
-    known = set(keys)
+    whole: dict[str, int | None] = {}
+    held, known = Counter[str](), set(keys)
     for item in (each for of_rank in items for each in of_rank):
-        is_tensor = item.key in known or entries.get(item.key) is not None
-        if (item.key in known or item.key in entries) and is_tensor == (item.offset is None):
+        is_tensor = item.key in known or whole.get(item.key) is not None
+        if (item.key in known or item.key in whole) and is_tensor == (item.offset is None):
             raise BrokenProtocol(
                 f"{item.key!r} is planned to be written twice", hint="dedupe the plans first", key=item.key
             )
         if item.key not in known:  # else it is an empty part of a tensor
-            _enter(item, entries)
-    for key, entry in entries.items():
-        held, whole = (sum(math.prod(sizes) for _, sizes in entry[2]), math.prod(entry[1])) if entry else (0, 0)
-        if len(items) > 1 and held != whole:
+            whole.setdefault(item.key, None if item.offset is None else math.prod(item.shape))
+            held[item.key] += math.prod(item.sizes)
+    for key, elements in whole.items():
+        if len(items) > 1 and elements not in (None, held[key]):
             raise InvalidShards(
-                f"Failed to validate global plan: key:{key} invalid fill: its chunks hold {held} elements of {whole}",
+                f"Failed to validate global plan: key:{key} invalid fill: its chunks hold {held[key]} elements of {elements}",
                 key=key,
             )
 
@@ -435,57 +452,105 @@ def _pickled(item: _SentItem, value: Any) -> Data:
 def _encode_metadata(
     planned: _Planned, written: list[WrittenFiles], storage_meta: protocol.StorageMeta | None, sums: Mapping[str, Sums]
 ) -> bytes:
-    entries: dict[str, PlainEntry | None] = {}
-    paths: dict[str, tuple[str | int, ...]] = {}
-    for state in {id(each): each for each in planned.states}.values():
-        for at, name in enumerate(state.names):
-            if name not in entries:
-                entries[name], paths[name] = None, tuple(state.paths[at]) if state.paths else ()
-    of_tensors: list[PlainEntry] = [(properties, shape, []) for properties, shape in planned.entries]
-    entries.update(zip(planned.keys, of_tensors, strict=True))
-    places: list[PlainPlace] = []
-    pieces = planned.pieces
-    columns = zip(pieces.tensor.tolist(), pieces.offsets.tolist(), pieces.sizes.tolist(), strict=True)
-    for items, each in zip(planned.items, written, strict=True):
-        names, where = [file.name for file in each.files], ints(each.items).reshape(4, -1).T.tolist()
-        count = len(where) - len(items)
-        for file, offset, nbytes, start in where[:count]:
-            tensor, offsets, sizes = next(columns)
-            _, shape, chunks = of_tensors[tensor]
-            box = tuple(offsets[: len(shape)]), tuple(sizes[: len(shape)])
-            places.append((planned.keys[tensor], box[0], len(chunks), names[file], offset, nbytes, start))
-            chunks.append(box)
-        for item, (file, offset, nbytes, _) in zip(items, where[count:], strict=True):
-            places.append((item.key, item.offset, _enter(item, entries), names[file], offset, nbytes, -1))
-    stored = {place[0] for place in places}
-    entries = {name: entry for name, entry in entries.items() if name in stored}
-    save_id = str(getattr(storage_meta, "save_id", None) or "")
+    files = [entry.name for each in written for entry in each.files]
+    key = xxhash.xxh3_128_digest(save_plan.encode([(len(each.files), each.items) for each in written]))
+    if key not in planned.encoded:
+        places, own = _places(planned, written)
+        paths = _paths(planned.states)
+        contents = _contents(planned, paths, places, own)
+        made = encode_body(contents, len(files)), _columns(planned, places, own, contents.kinds, paths)
+        planned.encoded.clear()
+        planned.encoded[key] = made
+    body, columns = planned.encoded[key]
+    if planned.nbytes > _MOST_KEPT_NBYTES:
+        planned.encoded.clear()
+    if columns is not None:
+        save_id = str(getattr(storage_meta, "save_id", None) or "")
+        columns = msgspec.structs.replace(columns, files=files, sums=dict(sums), save_id=save_id)
     return encode_plain_metadata(
-        entries,
-        None if planned.states[0].paths is None else paths,
-        places,
-        columns=_columns(planned, written, {name: paths.get(name) or (name,) for name in entries}, sums, save_id),
+        body,
+        files,
+        columns,
         storage_meta=storage_meta,
         version=protocol.CURRENT_DCP_VERSION,
         shardkeep_sums={name: tuple(each) for name, each in sorted(sums.items())},
     )
 
 
-def _columns(planned: _Planned, written: list[WrittenFiles], *others: Any) -> Columns | None:
-    """Return what is said of the checkpoint in columns; None if only torch can read some tensor."""
-    files = [entry.name for each in written for entry in each.files]
-    first_file = np.cumsum([0, *(len(each.files) for each in written)])
-    chunks, objects = list[IntArray](), dict[str, IntArray]()
-    for items, each, first in zip(planned.items, written, first_file.tolist(), strict=False):
-        where = ints(each.items).reshape(4, -1) + np.array([[first], [0], [0], [0]])
-        chunks.append(where[:, : where.shape[1] - len(items)])
-        for item, place in zip(items, where[:3, where.shape[1] - len(items) :].T, strict=True):
-            if item.offset is None:
-                objects[item.key] = place
-            elif math.prod(item.sizes) or not math.prod(item.shape):
-                return None
-    file, offset, nbytes, start = np.concatenate(chunks, axis=1)
-    if np.any(start < 0):
+def _places(planned: _Planned, written: list[WrittenFiles]) -> tuple[IntArray, list[tuple[_SentItem, IntArray]]]:
+    """Return file, offset, length and start of the data of all pieces, in four rows, and of each item of its own."""
+    pieces, own, first = list[IntArray](), list[tuple[_SentItem, IntArray]](), 0
+    for items, each in zip(planned.items, written, strict=True):
+        where = ints(each.items).reshape(4, -1)
+        where[0] += first
+        first += len(each.files)
+        count = where.shape[1] - len(items)
+        pieces.append(where[:, :count])
+        own += zip(items, where[:, count:].T, strict=True)
+    return np.concatenate(pieces, axis=1), own
+
+
+def _paths(states: list[_SentState]) -> dict[str, tuple[str | int, ...]]:
+    """Return the paths of all values, in the order of the states."""
+    paths: dict[str, tuple[str | int, ...]] = {}
+    for state in {id(each): each for each in states}.values():
+        named = zip(state.names, state.paths or repeat(()), strict=False)
+        paths.update({name: tuple(path) for name, path in named if name not in paths})
+    return paths
+
+
+def _contents(
+    planned: _Planned,
+    paths: dict[str, tuple[str | int, ...]],
+    places: IntArray,
+    own: list[tuple[_SentItem, IntArray]],
+) -> Contents:
+    tensors, pieces = planned.tensors, planned.pieces
+    stored = {planned.keys[row] for row in np.flatnonzero(np.bincount(pieces.tensor)).tolist()}
+    stored.update(item.key for item, _ in own)
+    names = [name for name in dict.fromkeys([*paths, *planned.keys]) if name in stored]
+    row_of, kinds = dict(zip(names, count(), strict=False)), dict[str, Kind | None].fromkeys(names)
+    axes = max([tensors.shape.shape[1], *(len(item.shape) for item, _ in own)])
+    ndim, shape = np.zeros(len(names), np.int64), np.ones((len(names), axes), np.int64)
+    for item, _ in own:
+        if item.offset is not None:
+            row, kinds[item.key] = row_of[item.key], _kind(item.dtype, item.flags)
+            ndim[row], shape[row, : len(item.shape)] = len(item.shape), item.shape
+    rows = np.array([row_of.get(key, -1) for key in planned.keys], np.int64)
+    held = np.flatnonzero(rows >= 0)
+    ndim[rows[held]], shape[rows[held]] = tensors.ndim[held], widen(tensors.shape[held], axes, 1)
+    dtypes = {code: by_code(code).name for code in set(tensors.dtype.tolist())}
+    for key, code, flags in zip(planned.keys, tensors.dtype.tolist(), planned.flags, strict=True):
+        if key in kinds:
+            kinds[key] = _kind(dtypes[code], flags)
+    more = (
+        matrix_of([item.offset or () for item, _ in own], axes, 0),
+        matrix_of([item.sizes for item, _ in own], axes, 1),
+    )
+    return Contents(
+        kinds=kinds,
+        ndim=ndim,
+        shape=shape,
+        paths=None if planned.states[0].paths is None else paths,
+        value=np.append(rows[pieces.tensor], [row_of[item.key] for item, _ in own]).astype(np.int64),
+        boxes=Boxes(
+            np.concatenate([widen(pieces.offsets, axes, 0), more[0]]),
+            np.concatenate([widen(pieces.sizes, axes, 1), more[1]]),
+        ),
+        places=np.concatenate([places, np.array([place for _, place in own], np.int64).reshape(-1, 4).T], axis=1),
+    )
+
+
+def _columns(
+    planned: _Planned, places: IntArray, own: list[tuple[_SentItem, IntArray]], names: Iterable[str], paths: Any
+) -> Columns | None:
+    """Return what is said of the checkpoint in columns, but for its files; None if only torch can read some tensor."""
+    objects = {item.key: place for item, place in own if item.offset is None}
+    only_torch = any(
+        item.offset is not None and (math.prod(item.sizes) or not math.prod(item.shape)) for item, _ in own
+    )
+    file, offset, nbytes, start = places
+    if only_torch or np.any(start < 0):
         return None
     pieces, tensors = planned.pieces, planned.tensors
     order, rows = np.argsort(pieces.tensor, kind="stable"), np.arange(len(planned.keys))
@@ -499,20 +564,10 @@ def _columns(planned: _Planned, written: list[WrittenFiles], *others: Any) -> Co
         value_data=strings_of([b""] * len(values)),
         make_tree=bytes,
     )
-    places = np.array([objects[key] for key in values], np.int64).reshape(-1, 3).T
-    return Columns(encode_index(index), pack(np.stack([offset, nbytes])[:, order]), pack(places), files, *others)
+    of_objects = pack(np.array([objects[key][:3] for key in values], np.int64).reshape(-1, 3).T)
+    said = {name: paths.get(name) or (name,) for name in names}
+    return Columns(encode_index(index), pack(np.stack([offset, nbytes])[:, order]), of_objects, [], said, {}, "")
 
 
-def _enter(item: _SentItem, entries: dict[str, PlainEntry | None]) -> int:
-    """Enter an item of its own in the metadata, and return the number of its chunk."""
-    if item.offset is None:
-        entries[item.key] = None
-        return 0
-    if (entry := entries.get(item.key)) is None:
-        entry = entries[item.key] = _properties(item.dtype, item.flags), item.shape, []
-    entry[2].append((item.offset, item.sizes))
-    return len(entry[2]) - 1
-
-
-def _properties(dtype: str, flags: int) -> tuple[str, bool, bool]:
+def _kind(dtype: str, flags: int) -> Kind:
     return dtype, bool(flags & _REQUIRES_GRAD), bool(flags & _PINNED)
