@@ -329,21 +329,20 @@ def exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--only", choices=["meetings", "plans", "processes", "runs", "tensors"], default="meetings", help="which part"
-    )
+    parts = argparse.ArgumentParser(add_help=False)
+    parts.add_argument("--only", choices=["meetings", "plans", "processes", "runs", "tensors"], default="meetings")
+    part, others = parts.parse_known_args()
+    if part.only != "meetings":
+        importlib.import_module(f"scale_{part.only}").main(others)
+        return
+    shown = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=shown, parents=[parts])
     parser.add_argument("--ranks", type=int, nargs="+", default=[256, 1024, 4096, 16384], help="sizes of the job")
     parser.add_argument("--real", type=int, default=256, help="the largest job whose ranks are real, too")
     parser.add_argument("--calls", type=int, default=3, help="calls of each size")
     parser.add_argument("--call", choices=MEETINGS, default="save", help="what the ranks do")
     parser.add_argument("--budget-s", type=float, default=110, help="no larger size begins after a part of this time")
-    args, others = parser.parse_known_args()
-    if args.only != "meetings":
-        importlib.import_module(f"scale_{args.only}").main(others)
-        return
-    if others:
-        parser.error(f"unknown: {' '.join(others)}")
+    args = parser.parse_args()
     threading.stack_size(256 << 10)
     meetings_part(args.ranks, args.real, args.calls, args.call, args.budget_s)
 

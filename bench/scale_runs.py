@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -32,6 +33,8 @@ from shardkeep.manage.decisions import StepDecisions
 REAL = 18
 """Ranks that are Checkpointers: two in the main process, which are measured, and the others in one more process."""
 TIMEOUT_S = 600.0
+SAID = 100
+"""After so many steps, rank 0 says how long they took."""
 
 
 def connect(port: int) -> TCPStore:
@@ -40,7 +43,7 @@ def connect(port: int) -> TCPStore:
 
 def take_steps(root: str, world: World, steps: int, step_s: float) -> list[float]:
     """Train without saving anything, and return how long each call of `step` took."""
-    state, took = {"w": torch.zeros(4)}, []
+    state, took = {"w": torch.zeros(4)}, list[float]()
     signals = ("SIGUSR1",) if threading.current_thread() is threading.main_thread() else ()
     how = {"every_minutes": 600, "save_last": False, "signals": signals, "group": world}
     ckpt = sk.Checkpointer(root, **how, options=sk.Options(timeout_s=TIMEOUT_S))
@@ -50,6 +53,9 @@ def take_steps(root: str, world: World, steps: int, step_s: float) -> list[float
         began = time.perf_counter()
         ckpt.step(step, state)
         took.append(time.perf_counter() - began)
+        if signals and step % SAID == SAID - 1:
+            last = 1e3 * statistics.median(took[-SAID:]), 1e3 * max(took[-SAID:])
+            print(f"  step {step + 1}: median {last[0]:.3f} ms, longest {last[1]:.3f} ms", file=sys.stderr, flush=True)
         time.sleep(max(0.0, step_s - took[-1]))
     ckpt.close()
     return took
@@ -151,13 +157,16 @@ def measure_root(count: int, saves: int = 5) -> dict[str, float]:
     return {"checkpoints": count, **{what: statistics.median(each) for what, each in found.items()}}
 
 
-def show(rows: list[dict[str, float]], law: str) -> None:
-    """Print rows as a table, and how each cost grows with the first column."""
-    names = list(rows[0])
-    print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))
-    for row in rows:
-        print("| " + " | ".join(f"{row[name]:,.4g}" for name in names) + " |")
+def show(measured: Iterator[dict[str, float]], law: str) -> None:
+    """Print rows as a table, each when it is measured, and then how each cost grows with the first column."""
+    rows: list[dict[str, float]] = []
+    for row in measured:
+        if not rows:
+            print("| " + " | ".join(row) + " |\n|" + "---|" * len(row))
+        print("| " + " | ".join(f"{value:,.4g}" for value in row.values()) + " |", flush=True)
+        rows.append(row)
     if len(rows) > 1:
+        names = list(rows[0])
         sizes, costs = [row[law] for row in rows], {name: [row[name] for row in rows] for name in names[1:]}
         laws = [f"{name} {exponent(sizes, each):.2f}" for name, each in costs.items() if min(each) > 0]
         print(f"exponent in {law}: " + ", ".join(laws))
@@ -167,13 +176,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", default=[64, 1024, 16384])
     parser.add_argument("--steps", type=int, default=1020)
-    parser.add_argument("--step-ms", type=float, default=100.0)
+    parser.add_argument("--step-ms", type=float, default=40.0)
     parser.add_argument("--checkpoints", type=int, nargs="*", default=[10, 5000])
     args = parser.parse_args(arguments)
     if args.ranks:
-        show([measure_steps(ranks, args.steps, args.step_ms / 1e3) for ranks in args.ranks], "ranks")
+        show((measure_steps(ranks, args.steps, args.step_ms / 1e3) for ranks in args.ranks), "ranks")
     if args.checkpoints:
-        show([measure_root(count) for count in args.checkpoints], "checkpoints")
+        show((measure_root(count) for count in args.checkpoints), "checkpoints")
 
 
 if __name__ == "__main__":
