@@ -27,7 +27,7 @@ from shardkeep.format.boxes import Boxes, Ints, whole
 from shardkeep.format.torch_zip import frame_tensor
 from shardkeep.layouts import orphans
 from shardkeep.layouts import torch_values as protocol
-from shardkeep.layouts.torch import DATA_SUFFIX, METADATA_NAME, SUMS_SUFFIX, Sums, encode_sums
+from shardkeep.layouts.torch import DATA_SUFFIX, METADATA_NAME, SUMS_SUFFIX, Sums, encode_sums, with_sums
 from shardkeep.layouts.torch_pickle import Contents, Kind, encode_body, encode_plain_metadata
 from shardkeep.layouts.torch_publish import Commit
 from shardkeep.options import Options
@@ -101,9 +101,8 @@ def write_torch_layout(
             version=protocol.CURRENT_DCP_VERSION,
             shardkeep_sums={name: tuple(each) for name, each in sorted(sums.items())},
         )
-        keep = {*names, *(f"{name}{SUMS_SUFFIX}" for name in names)}
         handed_over = True
-        commit.publish(METADATA_NAME, data, sums=sums, own=list(sums), keep=keep, began_s=began_s)
+        commit.publish(METADATA_NAME, data, sums=sums, own=list(sums), keep=with_sums(names), began_s=began_s)
         return pipeline.Written(names, sum(each.nbytes for each in sums.values()), set())
 
     try:
@@ -115,7 +114,7 @@ def write_torch_layout(
         # Rank 0 also removes those of a rank that died, unless another job may have written files of these names.
         everything = team.leads and not team.world.solo and getattr(error, "errno", None) != errno.EEXIST
         dead = [] if handed_over else names if everything else made
-        orphans.discard(store, [each for name in dead for each in (name, f"{name}{SUMS_SUFFIX}")])
+        orphans.discard(store, sorted(with_sums(dead)))
         raise
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
@@ -50,6 +50,11 @@ def is_data(name: str) -> bool:
 
 def is_metadata(name: str) -> bool:
     return name == METADATA_NAME or _RANKS_OWN.fullmatch(name) is not None
+
+
+def with_sums(names: Iterable[str]) -> set[str]:
+    """Return the names of data files, and of the files with their digests."""
+    return {each for name in names for each in (name, f"{name}{SUMS_SUFFIX}")}
 
 
 def writer_rank(name: str) -> int | None:

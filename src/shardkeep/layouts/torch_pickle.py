@@ -49,8 +49,7 @@ def read_metadata(store: ReadableStore, name: str, *, where: str) -> Metadata:
 def data_files_of(metadata: Metadata) -> set[str]:
     """Return the names of all data files that metadata refer to, and of the files with their digests."""
     places = metadata.storage_data if isinstance(metadata.storage_data, dict) else {}
-    names = {place.relative_path for place in places.values() if isinstance(place, _StorageInfo)}
-    return names | {f"{name}{torch_layout.SUMS_SUFFIX}" for name in names}
+    return torch_layout.with_sums(place.relative_path for place in places.values() if isinstance(place, _StorageInfo))
 
 
 def set_sums(metadata: Metadata, sums: Mapping[str, torch_layout.Sums]) -> None:

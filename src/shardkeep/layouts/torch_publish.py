@@ -16,8 +16,16 @@ from contextlib import suppress
 from shardkeep.errors import BlobNotFound, CheckpointError, MalformedFile, WrongSize
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.layouts import native
-from shardkeep.layouts.torch import METADATA_NAME, Sums, is_data, is_metadata
-from shardkeep.layouts.torch_pickle import data_files_of, read_metadata
+from shardkeep.layouts.torch import (
+    MAX_METADATA_NBYTES,
+    METADATA_NAME,
+    Sums,
+    columns_of,
+    is_data,
+    is_metadata,
+    with_sums,
+)
+from shardkeep.layouts.torch_pickle import data_files_of, decode_metadata
 from shardkeep.storage import base
 from shardkeep.storage.file_systems import FileSystemBase, PathLike, StreamStore, store_of, sync_stream, write_all
 from shardkeep.storage.local import storage_errors
@@ -149,7 +157,9 @@ class Commit:
         """Return the data files that metadata name; none if they do not exist or cannot be read."""
         where = f"{self._files.url}/{name}"
         try:
-            return data_files_of(read_metadata(base.with_any_names(self._files), name, where=where))
+            data = base.with_any_names(self._files).get(name, limit=MAX_METADATA_NBYTES)
+            columns = columns_of(data, where=where)
+            return with_sums(columns.files) if columns else data_files_of(decode_metadata(data, where=where))
         except BlobNotFound:
             return set()
         except Exception as exc:  # noqa: BLE001 - as above

@@ -47,7 +47,7 @@ from shardkeep.format.dtypes import by_code
 from shardkeep.format.index import Chunks, Index, Tensors, encode_index, strings_of
 from shardkeep.format.record import FileEntry
 from shardkeep.layouts import torch_values as protocol
-from shardkeep.layouts.torch import METADATA_NAME, SUMS_SUFFIX, Columns, Sums, encode_sums
+from shardkeep.layouts.torch import METADATA_NAME, SUMS_SUFFIX, Columns, Sums, encode_sums, with_sums
 from shardkeep.layouts.torch_pickle import (
     Body,
     Contents,
@@ -251,7 +251,7 @@ class DefaultSave(SaveLayout):
         return WrittenFiles(entries, pack(where))
 
     def discard(self, names: Sequence[str]) -> None:
-        self._writer._commit().remove([each for name in names for each in (name, f"{name}{SUMS_SUFFIX}")])
+        self._writer._commit().remove(with_sums(names))
 
     # -- rank 0 --------------------------------------------------------------------------------------------------------
 
@@ -307,8 +307,7 @@ class DefaultSave(SaveLayout):
             self.discard(list(sums))
             raise
         own, began_s = self._written, self._writer._began_s
-        keep = {each for name in sums for each in (name, f"{name}{SUMS_SUFFIX}")}
-        self._writer._commit().publish(METADATA_NAME, data, sums=sums, own=own, keep=keep, began_s=began_s)
+        self._writer._commit().publish(METADATA_NAME, data, sums=sums, own=own, keep=with_sums(sums), began_s=began_s)
         return CommittedSave(
             save_id=self._writer.save_id,
             bytes_total=int(planned.pieces.nbytes.sum()),

@@ -46,7 +46,7 @@ from shardkeep.format.torch_zip import frame_tensor
 from shardkeep.layouts import safetensors
 from shardkeep.layouts import torch_values as protocol
 from shardkeep.layouts.native import chunk_name
-from shardkeep.layouts.torch import SUMS_SUFFIX, Sums, encode_sums, metadata_name
+from shardkeep.layouts.torch import SUMS_SUFFIX, Sums, encode_sums, metadata_name, with_sums
 from shardkeep.layouts.torch_pickle import data_files_of, encode_metadata, set_sums
 from shardkeep.layouts.torch_publish import Commit, commit_at
 from shardkeep.state.leaves import synchronize_devices, wait_tensor
@@ -390,7 +390,7 @@ def write_streams(
     try:
         run_workers(plans, write, threads=max(1, min(writer.thread_count, len(plans))), buffer_nbytes=0)
     except BaseException:
-        writer._commit().remove([plan.name + suffix for plan in plans for suffix in ("", SUMS_SUFFIX)])
+        writer._commit().remove(with_sums(plan.name for plan in plans))
         raise
     return [result for plan in plans for result in results[plan.name]]
 
@@ -551,7 +551,7 @@ class _FileSystemWriter(file_systems.CheckpointPlace, protocol.StorageWriter):
 
     def _discard_written(self) -> None:
         """Remove what this rank wrote, because the save failed on another rank and was not committed."""
-        self._commit().remove({name + suffix for name in self._written for suffix in ("", SUMS_SUFFIX)})
+        self._commit().remove(with_sums(self._written))
 
     def _write_data(
         self, planner: protocol.SavePlanner, file_queue: queue.Queue[tuple[file_systems.PathLike, str, list[Any]]]
