@@ -277,11 +277,12 @@ class FrameReader:
 
     # Without the verb `cached`: small reads would decode frames several times, whatever is cached.
 
-    def prefetch(self, offset: int, nbytes: int) -> None:
-        table = self._table
+    def prefetch(self, offset: int, nbytes: int) -> bool:
+        table, filled = self._table, False
         for run in runs_of(table, offset, offset + nbytes):
             stored_nbytes = int(table.stored_nbytes[run.start : run.stop].sum())
-            base.prefetch(self._inner, int(table.stored_start[run.start]), stored_nbytes)
+            filled |= base.prefetch(self._inner, int(table.stored_start[run.start]), stored_nbytes)
+        return filled
 
     def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:  # noqa: ARG002 - see above
         view = flat(into)

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import ClassVar, NamedTuple, TypeVar
@@ -47,8 +46,6 @@ from shardkeep.storage.cancel import CancelScope
 
 _CACHED_STEP_NBYTES = 2 * data_file.MAX_BLOCK_NBYTES
 """Bytes in the page cache are read, hashed and copied in steps of this size, so that they stay in the CPU's cache."""
-_AHEAD_NBYTES = 64 << 20
-"""The page cache is filled this far ahead of the reads."""
 _MOST_RANGES = 20
 """How many damaged ranges of a file are listed; the rest are counted."""
 _MOST_NAMED = 4
@@ -248,8 +245,8 @@ class _OpenFile:
     digests: memoryview = field(default_factory=lambda: memoryview(b""))
 
 
-_Task = tuple[_OpenFile, Read, Future[None] | None]
-"""A read of a file, and whether it is being read into the page cache."""
+_Task = tuple[_OpenFile, Read, bool]
+"""A read of a file, and whether the page cache was filled for it."""
 
 
 def read_files(
@@ -281,28 +278,20 @@ def read_files(
                 file.digests = memoryview(of_blocks)
             return file.reader
 
+    fills = keep_cached and base.prefetches(store)
+
     def tasks() -> Iterator[_Task]:
-        return ((file, read, None) for file in opened for read in file.reads.reads)
+        """Fill the page cache in order, by one thread at a time while the others copy: a disk and its kernel are fastest then."""
+        for file in opened:
+            for read in file.reads.reads:
+                yield file, read, fills and prefetch(file, read)
 
-    def prefetched(thread: ThreadPoolExecutor) -> Iterator[_Task]:
-        """Have a thread fill the page cache in order: a disk and its kernel are fastest then."""
-        ahead, ahead_nbytes = deque[_Task](), 0
-        for file, read, _ in tasks():
-            ahead.append((file, read, thread.submit(prefetch, file, read)))
-            ahead_nbytes += read.nbytes
-            while ahead_nbytes > _AHEAD_NBYTES:
-                ahead_nbytes -= ahead[0][1].nbytes
-                yield ahead.popleft()
-        yield from ahead
-
-    def prefetch(file: _OpenFile, read: Read) -> None:
-        base.prefetch(reader_of(file), file.entry.header_nbytes + read.start, read.nbytes)
+    def prefetch(file: _OpenFile, read: Read) -> bool:
+        return base.prefetch(reader_of(file), file.entry.header_nbytes + read.start, read.nbytes)
 
     def work(task: _Task, buffer: memoryview) -> bool:
         """Read, verify and copy; return whether a disk may have been waited for."""
-        file, read, filled = task
-        if filled is not None:
-            filled.result()
+        file, read, waited = task
         reader = reader_of(file)
         offset = file.entry.header_nbytes
         cached = is_cached(reader, offset + read.start, read.nbytes)
@@ -324,21 +313,14 @@ def read_files(
             file.reads_left -= 1
             if not file.reads_left:
                 reader.close()
-        return not cached
+        return waited or not cached
 
     count = sum(len(plan.reads) for plan in plans)
     # A single read is not worth a thread. One that copies to an accelerator needs a stream of its own.
     alone, threads = count == 1 and scope is None and not on_accelerator, min(threads, count) or 1
     try:
-        with ExitStack() as inside:
-            queue, lend = tasks(), inside.enter_context(windows_for(scattered.values(), window_nbytes, threads))
-            if keep_cached and base.prefetches(store) and alone:
-                prefetch(opened[0], opened[0].reads.reads[0])
-            elif keep_cached and base.prefetches(store):
-                thread = inside.enter_context(ThreadPoolExecutor(1, thread_name_prefix="shardkeep-ahead"))
-                inside.callback(thread.shutdown, cancel_futures=True)
-                queue = prefetched(thread)
-            run_workers(queue, work, threads=threads, buffer_nbytes=window_nbytes, lend=lend, scope=scope, alone=alone)
+        with windows_for(scattered.values(), window_nbytes, threads) as lend:
+            run_workers(tasks(), work, threads=threads, buffer_nbytes=window_nbytes, lend=lend, scope=scope, alone=alone)
     finally:
         for file in opened:
             if file.reader is not None:

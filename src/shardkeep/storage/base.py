@@ -378,9 +378,9 @@ def is_cached(reader: object, offset: int, nbytes: int) -> bool:
     return bool(_find(reader, "cached", _nothing)(offset, nbytes))
 
 
-def prefetch(reader: object, offset: int, nbytes: int) -> None:
-    """Read a range into this machine's cache, if there is room for it (`prefetch` of a reader)."""
-    _find(reader, "prefetch", _nothing)(offset, nbytes)
+def prefetch(reader: object, offset: int, nbytes: int) -> bool:
+    """Read a range into this machine's cache, if there is room; return whether it was not there (`prefetch` of a reader)."""
+    return bool(_find(reader, "prefetch", _nothing)(offset, nbytes))
 
 
 def drop_cached(store: object, name: str, offset: int, nbytes: int) -> None:

@@ -519,12 +519,13 @@ class _LocalReader:
         """Found out once, because a file has many reads."""
         return fits_cache(self.nbytes)
 
-    def prefetch(self, offset: int, nbytes: int) -> None:
+    def prefetch(self, offset: int, nbytes: int) -> bool:
         with storage_errors("cannot read", self._url, self._name, offset), self._files:
             self._direct = self._direct and not self._fits_cache
             cached = self._asks_cache and (cached_bytes(self._files.buffered, offset, nbytes) or 0) >= nbytes
-            if not self._direct and not cached:
+            if fills := not self._direct and not cached:
                 fill_cache(self._files.buffered, offset, nbytes, self._scratch.get())
+            return fills
 
     def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:
         view = flat(into)
