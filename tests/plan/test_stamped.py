@@ -1,5 +1,7 @@
 """Plans of many ranks that hold alike, made for one group of them and stamped for the others: those that `plan_save` makes."""
 
+import zlib
+
 import msgspec
 import numpy as np
 import pytest
@@ -61,7 +63,10 @@ def written(plan, manifests):
     for rank, (part, d) in enumerate(zip(split_by_rank(plan, len(manifests)), manifests, strict=True)):
         tensors = [keys[key] for key in keys_of(d)]
         row = ints(part.row)
-        boxes = [ints(each).reshape(len(ints(d.row_tensor)), d.axes) for each in (d.row_offsets, d.row_sizes)]
+        boxes = [
+            ints(each).reshape(len(ints(d.row_tensor)), d.axes)
+            for each in (zlib.decompress(d.row_offsets), d.row_sizes)
+        ]
         sent = (
             [ints(each).reshape(len(row), part.axes) for each in (part.offsets, part.sizes)] if part.offsets else None
         )

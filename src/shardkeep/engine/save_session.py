@@ -161,13 +161,12 @@ class PlanRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     common: bytes = b""
     """What ranks may have in common (`common_part`). If it is long, only one of them sends it, when rank 0 asks for it."""
     own: bytes | None = None
-    """Its boxes, compressed."""
+    """The offsets of its boxes."""
 
     def manifest(self, common: Mapping[bytes, RankManifest]) -> RankManifest:
         """Return the manifest, of a request that has boxes, given the common parts by digest."""
-        offsets = zlib.decompress(self.own) if self.own else b""
-        found = common[self.digest]
-        return msgspec.structs.replace(found, row_offsets=offsets, values=self.values, samples=self.samples)
+        own = self.own or b""
+        return msgspec.structs.replace(common[self.digest], row_offsets=own, values=self.values, samples=self.samples)
 
 
 @decodable
@@ -182,7 +181,7 @@ class PlanAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 _QUICKLY = 1
-"""The level of compression. Offsets of shards of the same tensors repeat, and all ranks' go through one store."""
+"""The level of compression."""
 _SHORT_NBYTES = 2048
 """A common part of this length is sent by each rank, because asking for it would take longer."""
 
@@ -331,11 +330,10 @@ class SaveSession:
         def describing() -> tuple[_Asked, bytes]:
             described = describe()
             manifest, common = described.manifest, common_part(described.manifest)
-            own = zlib.compress(manifest.row_offsets, _QUICKLY)
             key = self._key(manifest, common)
             plan_id, kept_answer = kept_plans().answers.get(key, (b"", b""))
             digest = xxhash.xxh3_128_digest(common)
-            full = PlanRequest(digest, manifest.values, described.samples(), plan_id, common, own)
+            full = PlanRequest(digest, manifest.values, described.samples(), plan_id, common, manifest.row_offsets)
             sent, asked = full, _Asked(full, key, kept_answer, self.phases.now())
             if plan_id:
                 sent = msgspec.structs.replace(full, common=b"", own=None)

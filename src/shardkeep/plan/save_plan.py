@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import re
+import zlib
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -60,6 +61,7 @@ class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
     row_tensor: bytes
     """For each shard, its tensor, as a position in the names."""
     row_offsets: bytes
+    """Compressed, because those of a shard of many tensors repeat, and all ranks' go through one store."""
     row_sizes: bytes
     check_replicas: bool = False
     samples: bytes = b""
@@ -117,7 +119,7 @@ def manifest_of(
         shape=pack(d.shape),
         alias=pack(np.where(held, alias, -1)),
         row_tensor=pack(d.row_tensor),
-        row_offsets=pack(d.boxes.offsets),
+        row_offsets=zlib.compress(pack(d.boxes.offsets), 1),
         row_sizes=pack(d.boxes.sizes),
         **more,
     )
@@ -331,7 +333,7 @@ def merge(manifests: Sequence[RankManifest], warn: Warn | None = None) -> Merged
             tensor=places[d.names][local],
             rank=np.full(len(local), rank, np.int64),
             row=np.arange(len(local), dtype=np.int64),
-            offsets=widen(ints(d.row_offsets).reshape(wide), axes, 0),
+            offsets=widen(ints(zlib.decompress(d.row_offsets)).reshape(wide), axes, 0),
             sizes=widen(ints(d.row_sizes).reshape(wide), axes, 1),
             digest=digests,
         )

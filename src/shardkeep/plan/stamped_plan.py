@@ -9,6 +9,7 @@ scalars of an optimizer, are written by the lowest rank.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain as chained
@@ -16,9 +17,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numpy.random import default_rng
 
 from shardkeep.errors import CheckpointError
-from shardkeep.format.boxes import ITEMSIZES, Boxes, IntArray, ints, segment_starts, tiled, widen
+from shardkeep.format.boxes import ITEMSIZES, Boxes, IntArray, hash_rows, multipliers, segment_starts, tiled
 from shardkeep.format.index import Chunks, Tensors
 from shardkeep.plan.save_plan import (
     SMALL_NBYTES,
@@ -40,6 +42,8 @@ LEAST_SHARDS = 1 << 16
 """Of all ranks together. Fewer are planned in no time, each for itself."""
 _BLOCK_ROWS = 1 << 17
 """So many chunks are stamped at a time, if no tensor has more."""
+_GROUPS_AT_ONCE = 64
+"""Whose offsets are unpacked."""
 
 Columns = tuple[npt.NDArray[Any], ...]
 
@@ -53,37 +57,44 @@ class Stamp:
     ranks: IntArray
     """The ranks of each group, a row for each."""
     offsets: npt.NDArray[Any]
-    """For each group of the kind and each row of its manifests."""
-    at: IntArray
-    """Where these groups are in `offsets`."""
+    """For each row of a group's manifests that is unlike those before it, and each group."""
+    column: IntArray
+    """Of each row of a group's manifests, where it is in `offsets`."""
 
     def plans(self) -> Iterator[tuple[list[int], CheckpointPlan]]:
         """Return the ranks and the plan of every group."""
         plan, pieces = self.plan, self.plan.pieces
-        for ranks, at in zip(self.ranks.tolist(), self.at.tolist(), strict=True):
-            if pieces.cut.any():  # only then ranks are sent boxes
-                moved = pieces.offsets + self.offsets[at, pieces.row] - self.offsets[self.at[0], pieces.row]
+        column, cut = self.column[pieces.row], pieces.cut.any()  # only if pieces are cut, ranks are sent boxes
+        for at, ranks in enumerate(self.ranks.tolist()):
+            if cut:
+                moved = pieces.offsets + self.offsets[column, at] - self.offsets[column, 0]
                 plan = replace(self.plan, pieces=replace(pieces, offsets=moved))
             yield ranks, plan
 
     def most(self) -> tuple[int, int, int]:
         """Return an offset, a size and a start that no chunk of these groups exceeds."""
         pieces = self.plan.pieces
-        moved = pieces.offsets - self.offsets[self.at[0], pieces.row]
+        moved = pieces.offsets - self.offsets[self.column[pieces.row], 0]
         offset = int(self.offsets.max(initial=0)) + int(moved.max(initial=0))
         return offset, int(pieces.sizes.max(initial=0)), int(pieces.start.max(initial=0))
 
-    def chunks(self, low: int, high: int, first_file: IntArray) -> Columns:
-        """Return tensor, offsets, sizes, file and start of the chunks of all groups in the tensors from `low` to `high`."""
+    def chunks(self, low: int, high: int, first_file: IntArray, like: Columns) -> Columns:
+        """
+        Return tensor, offsets, sizes, file and start of the chunks of all groups in the tensors from `low` to `high`, in
+        types like those of the last four.
+        """
         pieces = self.plan.pieces
         pieces = pieces.take(np.flatnonzero((pieces.tensor >= low) & (pieces.tensor < high)))
         pieces = pieces.take(np.argsort(pieces.tensor, kind="stable"))
-        row, count = pieces.row[:, None], len(self.at)
-        offsets = self.offsets[self.at, row] + (pieces.offsets - self.offsets[self.at[0], pieces.row])[:, None]
+        offsets = self.offsets[column := self.column[pieces.row]]
+        moved = pieces.offsets - self.offsets[column, 0]
+        if moved.any():
+            offsets = offsets + moved[:, None]
         own_file = pieces.file - np.searchsorted(self.plan.ranks, pieces.rank)
-        file = (first_file[self.ranks[:, pieces.rank]] + own_file).T
-        repeated = [np.repeat(column, count, axis=0) for column in (pieces.tensor, pieces.sizes, pieces.start)]
-        return repeated[0], offsets.reshape(-1, pieces.boxes.axes), repeated[1], file.reshape(-1), repeated[2]
+        file = first_file[self.ranks.T].astype(like[2].dtype)[pieces.rank] + own_file.astype(like[2].dtype)[:, None]
+        sizes, start = pieces.sizes.astype(like[1].dtype), pieces.start.astype(like[3].dtype)
+        tensor, sizes, start = (np.repeat(each, len(self.ranks), axis=0) for each in (pieces.tensor, sizes, start))
+        return tensor, offsets.astype(like[0].dtype).reshape(sizes.shape), sizes, file.reshape(-1), start
 
 
 @dataclass(frozen=True)
@@ -132,27 +143,47 @@ def plan_stamped(
         rows = held.take(of_kind[number])
         own = np.flatnonzero(~shared[of_kind[number]])
         also = np.flatnonzero(shared[of_kind[number]] & (lowest[rows.tensor] == number))
-        offsets = _offsets(packed, rows)
+        offsets, column = _offsets(list(packed), (len(rows), manifests[kind[0][0]].axes))
+        offsets = np.pad(offsets, ((0, 0), (0, 0), (0, rows.axes - offsets.shape[2])))
         alike: dict[tuple[int, bool], list[int]] = {}
         for at, ranks in enumerate(kind):
             alike.setdefault((len(ranks), at == 0 and also.size > 0), []).append(at)
         for (size, writes_shared), places in alike.items():
             row = np.concatenate([np.tile(own, size), also if writes_shared else also[:0]])
             local = np.append(np.repeat(np.arange(size), len(own)), np.zeros(len(row) - size * len(own), np.int64))
-            group = replace(rows.take(row), rank=local, offsets=offsets[places[0], row].astype(np.int64))
+            group = replace(rows.take(row), rank=local, offsets=offsets[column[row], places[0]].astype(np.int64))
             plan = lay_out(merged, *assign_writers(merged, group, size, None), len(manifests), chain)
-            stamps.append(Stamp(plan, np.array([kind[at] for at in places]), offsets, np.array(places)))
+            own_offsets = offsets if len(places) == len(kind) else offsets[:, places]
+            stamps.append(Stamp(plan, np.array([kind[at] for at in places]), own_offsets, column))
     return _stamped(merged, sampled, stamps, len(manifests))
 
 
-def _offsets(packed: dict[bytes, list[int]], rows: Shards) -> npt.NDArray[Any]:
-    """Return the offsets of each group and row of a kind, in few bytes."""
-    width = max((each[0] for each in packed if each), default=1)
-    count, axes = rows.offsets.shape
-    offsets = np.zeros((len(packed), count, axes), f"i{width}")
-    for at, each in enumerate(packed if count else ()):
-        offsets[at] = widen(ints(each).reshape(count, -1), axes, 0)
-    return offsets
+def _offsets(
+    packed: Sequence[bytes], shape: tuple[int, int], alike: Sequence[IntArray] = ()
+) -> tuple[npt.NDArray[Any], IntArray]:
+    """
+    Return the offsets of the rows of a kind, for each group, in few bytes; and where those of each row are in them.
+
+    Tensors that are cut alike have the same, and so they take little memory. `alike` is a guess of the rows that differ
+    from others, and of which row is like which of them.
+    """
+    if not alike:
+        some = [_unpacked(each).reshape(shape) for each in packed[:: -(-len(packed) // 8)]]
+        columns = [np.zeros(shape[0], np.int64), *np.concatenate(some, axis=1).T]
+        hashes = hash_rows(columns, multipliers(len(columns) + 1, default_rng()))
+        _, *alike = np.unique(hashes, return_index=True, return_inverse=True)
+    found = []
+    for at in range(0, len(packed), _GROUPS_AT_ONCE):
+        block = np.stack([_unpacked(each).reshape(shape) for each in packed[at : at + _GROUPS_AT_ONCE]])
+        found.append(block[:, alike[0]])
+        if not np.array_equal(found[-1][:, alike[1]], block):
+            return _offsets(packed, shape, [np.arange(shape[0])] * 2)
+    return np.concatenate(found).transpose(1, 0, 2), alike[1]
+
+
+def _unpacked(offsets: bytes) -> npt.NDArray[Any]:
+    raw = zlib.decompress(offsets)
+    return np.frombuffer(raw, f"<i{raw[0]}", offset=1)
 
 
 def _sampled(
@@ -181,20 +212,20 @@ def _stamped(merged: Merged, sampled: SampledReplicas, stamps: list[Stamp], worl
         for ranks in stamp.ranks.tolist():
             for rank, low, high in zip(ranks, of_rank, of_rank[1:], strict=False):
                 files[rank] = stamp.plan.files[low:high]
-        count += len(stamp.at) * np.bincount(stamp.plan.pieces.tensor, minlength=len(count))
+        count += len(stamp.ranks) * np.bincount(stamp.plan.pieces.tensor, minlength=len(count))
     many = np.array(list(map(len, files)))
     first_file = segment_starts(np.cumsum(many))
     ends = np.cumsum(count)
     axes, rows = merged.tensors.shape.shape[1], int(ends[-1])
     offset, size, start = (max(most) for most in zip(*(stamp.most() for stamp in stamps), strict=True))
-    columns = [
+    columns = tuple(
         np.empty((rows, *shape), np.min_scalar_type(most))
         for shape, most in (((axes,), offset), ((axes,), size), ((), int(many.sum())), ((), start))
-    ]
+    )
     low = done = 0
     while low < len(ends):
         high = max(low + 1, int(np.searchsorted(ends, done + _BLOCK_ROWS, "right")))
-        tensor, *block = _sorted([stamp.chunks(low, high, first_file) for stamp in stamps])
+        tensor, *block = _sorted([stamp.chunks(low, high, first_file, columns) for stamp in stamps])
         if not np.all(tiled(merged.tensors.shape[low:high], tensor - low, Boxes(block[0], block[1]))):
             return None
         for column, part in zip(columns, block, strict=True):
@@ -215,8 +246,7 @@ def _sorted(parts: list[Columns]) -> Columns:
     # Often they are in this order already, which is found out in a tenth of the time of sorting.
     rises = np.ones(max(0, len(columns[0]) - 1), bool)
     for axis in (*columns[1].T[::-1], columns[0]):
-        step = np.diff(axis)
-        rises = (step > 0) | ((step == 0) & rises)
+        rises = (axis[1:] > axis[:-1]) | ((axis[1:] == axis[:-1]) & rises)
     if rises.all():
         return columns
     order = np.lexsort((*columns[1].T[::-1], columns[0]))
