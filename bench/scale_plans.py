@@ -85,7 +85,7 @@ class Meeting:
 
 def written_by(rank: int, ranks: int, answer: bytes, save_id: str, store: MemoryStore) -> bytes:
     """Write the files of a rank, of which none has data, and return what it says about them."""
-    plan = msgspec.msgpack.decode(zlib.decompress(answer), type=RankWritePlan)
+    plan = msgspec.msgpack.decode(answer, type=RankWritePlan)
     entries = []
     for file in plan.files:
         name = data_name(file, rank, ranks, save_id)
@@ -99,7 +99,7 @@ def written_by(rank: int, ranks: int, answer: bytes, save_id: str, store: Memory
 
 def items_by(rank: int, answer: bytes) -> bytes:
     """Return what a rank says in the drop-in's save of a file with an item of 128 bytes, and what frames it, for each row."""
-    count = len(ints(zlib.decompress(answer)))
+    count = len(ints(answer))
     at = np.arange(count) * 1216
     where = np.stack([np.zeros_like(at), at, np.full_like(at, 1216), at + 704])
     entry = FileEntry(
@@ -124,13 +124,14 @@ def save(ranks: int, requests: list[bytes], described: DescribedState, drop_in: 
     session = SaveSession(layout, store, world, request.options, phases=Phases())
     meeting.others = requests
     plan: RankPlan = session.plan(meeting, lambda: described)
-    bodies = [msgspec.msgpack.decode(each, type=PlanAnswer) for each in meeting.answers]
-    packed = [zlib.compress(plan.answer) if each.body is None else each.body for each in bodies]
+    bodies = {each: msgspec.msgpack.decode(each, type=PlanAnswer).body for each in set(meeting.answers)}
+    planned = {each: plan.answer if body is None else zlib.decompress(body) for each, body in bodies.items()}
     plan_s = meeting.cpu_s
+    to_write = enumerate(planned[each] for each in meeting.answers)
     if drop_in is not None:
-        wrote = [items_by(rank, body) for rank, body in enumerate(packed)]
+        wrote = [items_by(rank, body) for rank, body in to_write]
     else:
-        wrote = [written_by(rank, ranks, body, layout.save_id, store) for rank, body in enumerate(packed)]
+        wrote = [written_by(rank, ranks, body, layout.save_id, store) for rank, body in to_write]
     meeting.others = wrote[1:]
     mine, _ = msgspec.msgpack.decode(wrote[0], type=tuple[WrittenFiles, list[Span]])
     files = session.write(meeting, plan, lambda: mine)

@@ -22,7 +22,7 @@ from shardkeep.display import format_seconds
 log = logging.getLogger("shardkeep")
 
 
-class Span(msgspec.Struct, frozen=True):
+class Span(msgspec.Struct, frozen=True, gc=False):
     """One phase of a call on one rank."""
 
     name: str
@@ -42,7 +42,7 @@ class Span(msgspec.Struct, frozen=True):
         return self.end_s - self.begin_s
 
 
-class RankPhases(msgspec.Struct, frozen=True):
+class RankPhases(msgspec.Struct, frozen=True, gc=False):
     """What one rank did in a call."""
 
     rank: int

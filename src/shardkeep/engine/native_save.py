@@ -258,9 +258,11 @@ class NativeSave:
         orphans.make_claim(self.store, self.save_id)
 
     def check_written(self, written: list[WrittenFiles]) -> None:
-        ranks = {name: rank for rank, each in enumerate(written) for entry in each.files for name, _ in entry.at_rest}
         sizes = dict(named for each in written for entry in each.files for named in entry.at_rest)
         if (name := first_missing(self.store, sizes)) is not None:
+            ranks = {
+                name: rank for rank, each in enumerate(written) for entry in each.files for name, _ in entry.at_rest
+            }
             raise errors.StorageError(
                 f"{self.store.url}: rank {ranks[name]} wrote {name} of {sizes[name]} bytes, but rank 0 does not find it",
                 hint="all ranks must see one file system",

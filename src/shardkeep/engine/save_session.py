@@ -25,7 +25,7 @@ from shardkeep.engine.report import SAVE_WORK, CommonMoment, Phases, SaveReport,
 from shardkeep.engine.writer import FileJob
 from shardkeep.events import RankPhases
 from shardkeep.format.record import FileEntry
-from shardkeep.options import Options, decodable, per_process
+from shardkeep.options import Options, collector_paused, decodable, per_process
 from shardkeep.plan.save_plan import RankManifest, SampledReplicas, common_part, encode
 from shardkeep.state.describe import Description, KeptDescriptions
 from shardkeep.state.optimizers import KeptNames
@@ -69,7 +69,7 @@ class DescribedState:
 
 
 @decodable
-class WrittenFiles(msgspec.Struct, frozen=True):
+class WrittenFiles(msgspec.Struct, frozen=True, gc=False):
     """What a rank has written, as it is sent to rank 0."""
 
     files: list[FileEntry]
@@ -150,7 +150,7 @@ _MOST_SENT_NBYTES = 1 << 20
 
 
 @decodable
-class PlanRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+class PlanRequest(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """What a rank sends to be planned: its manifest in parts, of which rank 0 may have some."""
 
     digest: bytes
@@ -342,13 +342,14 @@ class SaveSession:
             return asked, encode(sent)
 
         def decide(sent: list[bytes]) -> list[bytes]:
-            requests = [msgspec.msgpack.decode(each, type=PlanRequest) for each in sent]
+            with collector_paused():
+                requests = [msgspec.msgpack.decode(each, type=PlanRequest) for each in sent]
             if not earlier and (planned := self._plan_again(requests)) is not None:
                 on_rank_0.append(planned)
                 return [encode(PlanAnswer(self.layout.save_id))] * len(sent)
             common = {each.digest: each.common for each in (*earlier, *requests) if each.common}
-            wanted = {each.digest: rank for rank, each in reversed(list(enumerate(requests)))}
-            absent = sorted(rank for digest, rank in wanted.items() if digest not in common)
+            digests = [each.digest for each in requests]
+            absent = sorted(digests.index(each) for each in set(digests) - common.keys())
             if absent or any(each.own is None for each in requests):
                 earlier.extend(requests)
                 return [encode(PlanAnswer(incomplete=True, common_of=absent))] * len(sent)
@@ -401,9 +402,10 @@ class SaveSession:
             return ended_s, encode((written, plan.met.sent()))
 
         def collect(payloads: list[bytes]) -> list[bytes]:
-            said = [msgspec.msgpack.decode(payload, type=tuple[WrittenFiles, SentPhases]) for payload in payloads]
-            did.extend(plan.met.of_ranks([spans for _, spans in said]))
-            on_rank_0.extend(written for written, _ in said)
+            with collector_paused():
+                said = [msgspec.msgpack.decode(payload, type=tuple[WrittenFiles, SentPhases]) for payload in payloads]
+                did.extend(plan.met.of_ranks([spans for _, spans in said]))
+                on_rank_0.extend(written for written, _ in said)
             self.layout.check_written(on_rank_0)
             return [b""] * len(payloads)
 

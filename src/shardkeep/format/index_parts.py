@@ -41,7 +41,7 @@ _LEAST_NBYTES = 1 << 20
 """About how large tensors and chunks are in an index that has parts; a smaller one is read whole, in one request."""
 _GAP_NBYTES = 64 << 10
 _MOST_READ_NBYTES = 8 << 20
-_PACKED_AT_ONCE = 32 * PART_ROWS
+_PACKED_AT_ONCE = 8 * PART_ROWS
 _CODES = ("|i1", "<i2", "<i4", "<i8")
 _MOST = [np.iinfo(code).max for code in _CODES[:-1]]
 _TEXTS = ("keys", "digests")

@@ -43,7 +43,7 @@ _MAC = re.compile(r"hmac_sha256:[0-9a-f]{64}")
 Recorded = list[dict[str, Any]]
 
 
-class Blob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Blob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):  # in no cycle, and there are many
     """A file of a checkpoint. A coded file has all of the last three members, others have none of them."""
 
     name: str
@@ -67,7 +67,7 @@ class Blob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return [(self.name, self.nbytes if self.stored_nbytes is None else self.stored_nbytes)]
 
 
-class FileEntry(Blob, frozen=True, kw_only=True, omit_defaults=True):
+class FileEntry(Blob, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """
     One data file.
 
@@ -137,6 +137,14 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.at_rest.values())
 
 
+class _Peek(msgspec.Struct):
+    """What says whether a record can be decoded."""
+
+    format: Any = None
+    version: Any = None
+    writer: Any = None
+
+
 def checked_step(step: Any) -> int | None:
     """Return a step as it is recorded; raise `StateError` if it is not a whole number of 64 bits."""
     if step is None:
@@ -191,14 +199,14 @@ def encode_record(record: Record) -> bytes:
 
 def authenticated_bytes(record: Record, chains: list[Recorded]) -> bytes:
     """Return the bytes that a record's MAC covers: everything except the MAC, with these chains instead of its own."""
-    members = _members(msgspec.structs.replace(record, mac=None, chains=chains))
+    members = msgspec.to_builtins(_members(msgspec.structs.replace(record, mac=None, chains=chains)))
     # By the json module, whose spelling of fractions is fixed: the MAC must stay valid for as long as the checkpoint.
     return json.dumps(members, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def _members(record: Record) -> dict[str, Any]:
     """Return the members to write, those of newer versions only if they are not empty."""
-    members: dict[str, Any] = msgspec.to_builtins(record)
+    members = msgspec.structs.asdict(record)
     return {key: value for key, value in members.items() if value or key not in ("chains", "mac")}
 
 
@@ -212,17 +220,17 @@ def decode_record(data: bytes, where: str) -> Record:
             file=RECORD_NAME,
         )
     try:
-        peek = msgspec.json.decode(data, type=dict[str, Any])
-        if peek.get("format") != FORMAT:
+        peek = msgspec.json.decode(data, type=_Peek)
+        if peek.format != FORMAT:
             raise MalformedFile(f"{where}: not a shardkeep commit record", file=RECORD_NAME)
-        if not isinstance(peek.get("version"), int) or peek["version"] > VERSION:
+        if not isinstance(peek.version, int) or peek.version > VERSION:
             raise UnsupportedVersion(
-                f"{where}: format version {peek.get('version')!r}, written by {peek.get('writer')!r};"
+                f"{where}: format version {peek.version!r}, written by {peek.writer!r};"
                 f" this shardkeep reads up to {VERSION}",
                 hint="upgrade shardkeep",
             )
-        if peek["version"] < 1:
-            raise MalformedFile(f"{where}: there never was a format version {peek['version']}", file=RECORD_NAME)
+        if peek.version < 1:
+            raise MalformedFile(f"{where}: there never was a format version {peek.version}", file=RECORD_NAME)
         record = msgspec.json.decode(data, type=Record)
     except CheckpointError:
         raise

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from shardkeep.state.describe import Description
 
 
-class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
+class RankManifest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """
     What one rank holds, as columns that are sent to rank 0 without pickle. Arrays of whole numbers are packed (`pack`).
     Equal parts of manifests (keys, tree, values) are equal bytes, so rank 0 decodes each different one once.
@@ -720,7 +720,7 @@ def merge_rank_trees(manifests: Sequence[RankManifest]) -> bytes:
 def merge_rank_values(by_rank: Sequence[bytes]) -> list[tuple[str, bytes]]:
     """Merge the `PlainValues` of all ranks, sorted by key; a key must have one value."""
     merged: dict[str, tuple[bytes, int]] = {}
-    lowest = {encoded: rank for rank, encoded in reversed(list(enumerate(by_rank)))}
+    lowest = dict(zip(reversed(by_rank), reversed(range(len(by_rank))), strict=True))
     for encoded, rank in sorted(lowest.items(), key=itemgetter(1)):
         values = msgspec.msgpack.decode(encoded, type=PlainValues)
         for key, data in zip(*values, strict=True):
