@@ -320,7 +320,9 @@ def read_files(
     alone, threads = count == 1 and scope is None and not on_accelerator, min(threads, count) or 1
     try:
         with windows_for(scattered.values(), window_nbytes, threads) as lend:
-            run_workers(tasks(), work, threads=threads, buffer_nbytes=window_nbytes, lend=lend, scope=scope, alone=alone)
+            run_workers(
+                tasks(), work, threads=threads, buffer_nbytes=window_nbytes, lend=lend, scope=scope, alone=alone
+            )
     finally:
         for file in opened:
             if file.reader is not None:
