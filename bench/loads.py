@@ -5,7 +5,8 @@ Loads in the order a user works: save, then load, then load again, without warmi
 
 One process, four ranks that each hold a shard, and ranks that all want the same bytes, cold and after a save. The limits are
 what the page cache and the disk give to plain reads on a few threads. "cached" is how much of the checkpoint was in the page
-cache when a load began, "read" is what the ranks made the disk read (/proc/self/io).
+cache when a load began, "read" is what the ranks made the disk read (/proc/self/io), "peak" is the most memory that a rank took
+beyond what it had before the call, state included; `Options.host_budget_bytes`, by default 256 MiB, bounds it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from mmap import mmap
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -70,42 +71,58 @@ def _call(kind: str, verb: str, state: dict[str, Any], where: str) -> Any:
         return getattr(theirs if kind == "torch" else dcp, verb)(state, checkpoint_id=where)
 
 
-def save(kind: str, where: str, gb: float, *, sharded: bool) -> tuple[float, float]:
-    """Save on every rank; return the seconds, and the CPU time."""
+def _resident(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
+
+
+def _resident_now() -> int:
+    Path("/proc/self/clear_refs").write_text("5")  # the peak, VmHWM, begins anew
+    return _resident("VmRSS")
+
+
+def save(kind: str, where: str, gb: float, *, sharded: bool) -> dict[str, float]:
+    """Save on every rank; return what it took."""
     state = _state(gb, sharded=sharded, value=1.0)
     dist.barrier()
-    cpu, began = time.process_time(), time.perf_counter()
+    held, cpu, began = _resident_now(), time.process_time(), time.perf_counter()
     _call(kind, "save", state, where)
-    took = time.perf_counter() - began, time.process_time() - cpu
+    took = {"seconds": time.perf_counter() - began, "cpu": time.process_time() - cpu, "peak": _resident("VmHWM") - held}
     dist.barrier()
-    until = time.monotonic() + _KEPT_S
-    while kind != "torch" and pagecache.resident_fraction(where) < 0.99 and time.monotonic() < until:
-        time.sleep(0.1)
+    if kind != "torch":
+        _wait_until_cached(where)
     return took
+
+
+def _wait_until_cached(where: str) -> None:
+    until = time.monotonic() + _KEPT_S
+    while pagecache.resident_fraction(where) < 0.99 and time.monotonic() < until:
+        time.sleep(0.1)
 
 
 def load(kind: str, where: str, gb: float, *, sharded: bool) -> dict[str, float]:
     """Load on every rank, check every number; return what it took."""
     state = _state(gb, sharded=sharded, value=-99.0)  # memory is touched before it is timed
     dist.barrier()
-    before, began = pagecache.io_counter("read_bytes"), time.perf_counter()
+    held, before, began = _resident_now(), pagecache.io_counter("read_bytes"), time.perf_counter()
     report = _call(kind, "load", state, where)
     seconds, read = time.perf_counter() - began, pagecache.io_counter("read_bytes") - before
+    peak = _resident("VmHWM") - held
     for n, each in enumerate(state.values()):
         local = each.to_local() if hasattr(each, "to_local") else each
         if not local.eq(1.0 + n).all():
             raise AssertionError(f"{kind}: tensor {n} is not what was saved")
-    return {"seconds": seconds, "read": read, "fetched": getattr(report, "bytes_read", 0)}
+    return {"seconds": seconds, "read": read, "fetched": getattr(report, "bytes_read", 0), "peak": peak}
 
 
-def raw(where: str, *, direct: bool) -> float:
-    """Return the seconds that plain reads of all files take, into memory that was touched before."""
+def raw(where: str, *, direct: bool, touched: bool = True) -> float:
+    """Return the seconds that plain reads of all files take, into memory that was touched before, or into new memory."""
     flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
     files = [(os.open(path, flags), path.stat().st_size) for path in pagecache.files_of(where)]
     total = sum(nbytes for _, nbytes in files)
-    memory = mmap(-1, total + len(files) * _WINDOW)
+    memory = mmap(-1, total + len(files) * _WINDOW, flags=MAP_PRIVATE | MAP_ANONYMOUS)
     view = memoryview(memory)
-    for at in range(0, len(memory), 4096):
+    for at in range(0, len(memory) if touched else 0, 4096):
         memory[at] = 1
 
     def reads() -> Iterator[tuple[int, int, int]]:
@@ -134,8 +151,9 @@ def measure(pool: RankPool, directory: str, gb: float, rounds: int, *, ranks: in
         for kind in KINDS[number % 3 :] + KINDS[: number % 3]:
             where = f"{directory}/{kind}-{number}"
             saved = pool.run(ranks, save, kind, where, gb, sharded=sharded, timeout_s=600)
-            took.setdefault((kind, "save"), []).append(max(seconds for seconds, _ in saved))
-            facts.setdefault((kind, "save"), []).append(sum(cpu for _, cpu in saved))
+            took.setdefault((kind, "save"), []).append(max(each["seconds"] for each in saved))
+            facts.setdefault((kind, "save"), []).append(sum(each["cpu"] for each in saved))
+            facts.setdefault((kind, "save peak"), []).append(max(each["peak"] for each in saved))
             for op in ("after save", "again", "cold"):
                 if op == "cold":
                     pagecache.chill(where)
@@ -150,20 +168,24 @@ def measure(pool: RankPool, directory: str, gb: float, rounds: int, *, ranks: in
                 read = sum(each["read"] for each in loaded) / (gb * 1e9)
                 facts.setdefault((kind, op), []).append(cached)
                 facts.setdefault((kind, f"{op} read"), []).append(read)
+                facts.setdefault((kind, f"{op} peak"), []).append(max(each["peak"] for each in loaded))
             shutil.rmtree(where)
     moved = gb * (1 if sharded else ranks)
     best = {key: min(each) for key, each in took.items()}
-    lines = [f"{'':<26}{'best s':>9}{'median s':>10}{'GB/s':>8}{'of torch':>10}{'cached':>9}{'read x':>9}"]
+    lines = [
+        f"{'':<26}{'best s':>9}{'median s':>10}{'GB/s':>8}{'of torch':>10}{'cached':>9}{'read x':>9}{'peak MiB':>10}"
+    ]
     for (kind, op), each in took.items():
         times_torch = "" if kind == "raw" else f"{best['torch', op] / min(each):.2f}x"
         in_cache = f"{median(facts[kind, op]):8.0%}" if op != "save" and kind != "raw" else ""
         read = f"{median(facts[kind, f'{op} read']):8.2f}" if in_cache else ""
+        peak = f"{max(facts[kind, f'{op} peak']) / 2**20:10.0f}" if kind != "raw" else ""
         size = gb if op == "save" else moved
         if kind == "raw":
             size = gb
         cpu = f"  CPU {median(facts[kind, op]):.2f} s" if op == "save" else ""
         lines.append(
-            f"{kind + ', ' + op:<26}{min(each):9.3f}{median(each):10.3f}{size / min(each):8.2f}{times_torch:>10}{in_cache:>9}{read:>9}{cpu}"
+            f"{kind + ', ' + op:<26}{min(each):9.3f}{median(each):10.3f}{size / min(each):8.2f}{times_torch:>10}{in_cache:>9}{read:>9}{peak:>10}{cpu}"
         )
     return lines
 
@@ -209,25 +231,30 @@ called = time.perf_counter()
 report = sk.load(state, sys.argv[1])
 ended = time.perf_counter()
 read = next(span for span in report.phases if span.name == "read")
-print(*(f"{1000 * s:.0f}" for s in (imported - began, read.begin_s, ended - called)))
+print(*(f"{1000 * s:.0f}" for s in (imported - began, ended - called - (report.seconds - read.begin_s), ended - called)))
 """
 
 
-def measure_start(directory: str, gb: float, rounds: int) -> str:
+def measure_start(directory: str, gb: float, rounds: int) -> Iterator[str]:
     """Load into the meta device in a new process: what comes before the first byte of data is read."""
-    import shardkeep as sk
-
     rows = max(1, int(gb * 1e9 / 4 / 1024 / TENSORS))
     where = f"{directory}/start"
-    sk.save({f"w{n}": torch.ones(rows, 1024) for n in range(TENSORS)}, where)
+    _call("sk", "save", {f"w{n}": torch.ones(rows, 1024) for n in range(TENSORS)}, where)
     command = [sys.executable, "-c", START, where, str(rows), str(TENSORS)]
-    runs = [subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() for _ in range(rounds)]
-    imported, first, all_of_it = (median(map(float, each)) for each in zip(*runs, strict=True))
+    for how in ("after save", "cold"):
+        runs, plain = [], []
+        for _ in range(rounds):
+            _wait_until_cached(where) if how == "after save" else pagecache.chill(where)
+            plain.append(1000 * raw(where, direct=how == "cold", touched=False))
+            if how == "cold":
+                pagecache.chill(where)  # also of what a process imports, if we may
+            runs.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+        imported, first, all_of_it = (median(map(float, each)) for each in zip(*runs, strict=True))
+        yield (
+            f"a new process, {gb:.2f} GB into the meta device, {how}: import {imported:.0f} ms after torch, the call until"
+            f" the first read {first:.0f} ms, the whole call {all_of_it:.0f} ms; plain reads into new memory {median(plain):.0f} ms"
+        )
     shutil.rmtree(where)
-    return (
-        f"a new process, {gb:.2f} GB into the meta device: import {imported:.0f} ms after torch,"
-        f" the call until the first read {first:.0f} ms, the whole call {all_of_it:.0f} ms"
-    )
 
 
 def run(directory: str, gb: float, rounds: int, only: str | None = None) -> None:
@@ -239,7 +266,7 @@ def run(directory: str, gb: float, rounds: int, only: str | None = None) -> None
                 sharded = part == "sharded"
                 print("\n".join(measure(pool, directory, gb * size, rounds, ranks=ranks, sharded=sharded)), flush=True)
         if only in (None, "start"):
-            print(measure_start(directory, gb, rounds), flush=True)
+            print("\n".join(measure_start(directory, gb, rounds)), flush=True)
         if only in (None, "s3"):
             with S3Server(Path(directory) / "s3") as server:
                 print("an object store (SeaweedFS)\n" + "\n".join(measure_bucket(pool, gb / 6, rounds, server)) + "\n")
