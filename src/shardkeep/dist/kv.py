@@ -16,7 +16,7 @@ import time
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardkeep.options import per_process
 
@@ -184,15 +184,7 @@ class KVMailbox:
 def with_mailbox(store: Store, ranks: int, errand: Callable[[KVMailbox], T], *, within_s: float) -> T:
     """Run `errand` for at most `within_s` and `GRACE_S`; raise `StoreUnreachable` if the store does not answer."""
     stop = threading.Event()
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(errand(KVMailbox(store, ranks, stop)))
-        except BaseException as error:  # noqa: BLE001 - raised below
-            outcome.set_exception(error)
-
-    run_aside(run)
+    outcome = run_aside(lambda: errand(KVMailbox(store, ranks, stop)))
     try:
         error = outcome.exception(within_s + GRACE_S)
     except Exception as late:  # the future's own TimeoutError, whose class changed in Python 3.11
@@ -204,31 +196,35 @@ def with_mailbox(store: Store, ranks: int, errand: Callable[[KVMailbox], T], *, 
     return outcome.result()
 
 
-_Queue = SimpleQueue["Callable[[], None]"]
-_idle_threads = per_process(list[_Queue])
+_Errands = SimpleQueue[tuple["Future[Any]", "Callable[[], object]"]]
+_idle_threads = per_process(list[_Errands])
 
 
-def run_aside(work: Callable[[], None]) -> None:
-    """Run `work`, which does not raise, on a thread of this process that is idle, or on a new one."""
-    idle = _idle_threads()
+def run_aside(work: Callable[[], T]) -> Future[T]:
+    """Run `work` on a thread of this process that is idle, or on a new one."""
+    future, idle = Future[T](), _idle_threads()
     try:
-        queue = idle.pop()
+        errands = idle.pop()
     except IndexError:
-        queue = SimpleQueue()
+        errands = SimpleQueue()
         # A daemon, not an executor's thread: a thread stuck in a dead connection must not keep the process from ending.
-        threading.Thread(target=_serve, args=(queue, idle), daemon=True, name="shardkeep-ranks").start()
-    queue.put(work)
+        threading.Thread(target=_serve, args=(errands, idle), daemon=True, name="shardkeep-ranks").start()
+    errands.put((future, work))
+    return future
 
 
-def _serve(queue: _Queue, idle: list[_Queue]) -> None:
+def _serve(errands: _Errands, idle: list[_Errands]) -> None:
     while True:
         try:
-            work = queue.get(timeout=IDLE_S)
+            future, work = errands.get(timeout=IDLE_S)
         except Empty:
             with suppress(ValueError):  # it is about to be used
-                idle.remove(queue)
+                idle.remove(errands)
                 return
-            work = queue.get()
-        work()
-        del work  # with all that it holds
-        idle.append(queue)
+            continue
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised by the caller
+            future.set_exception(error)
+        del future, work  # with all that they hold
+        idle.append(errands)

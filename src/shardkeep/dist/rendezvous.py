@@ -420,11 +420,10 @@ class Rendezvous:
 
         def note_late() -> None:
             if not done.wait(NOTE_S):
-                with contextlib.suppress(StoreUnreachable):  # the rank's own requests find that out
-                    self._visit(lambda mailbox: self._note(mailbox, phase))
+                self._visit(lambda mailbox: self._note(mailbox, phase))
 
         # Short phases are most of a job's meetings, and a note of each would be a quarter of all requests.
-        run_aside(note_late)
+        run_aside(note_late)  # if it fails, this rank's own requests find that out
         try:
             yield
         finally:
