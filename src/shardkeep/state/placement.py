@@ -84,19 +84,32 @@ def _pair(runs: list[list[Run]]) -> list[tuple[Box, Box]]:
     return list(zip(grid(runs), grid(placed), strict=True))
 
 
+_MOST_KNOWN = 4096
+_known: dict[tuple[Any, ...], list[tuple[Box, Box]]] = {}
+"""The boxes of local tensors, by all that they follow from: many tensors of a model have one form."""
+
+
 def dtensor_boxes(key: str, spec: DTensorSpec, local: Ints) -> list[tuple[Box, Box]]:
     """Return the boxes of a DTensor's local tensor, which has shape `local`; none for a rank outside the mesh."""
     coordinate = spec.mesh.get_coordinate()
     if coordinate is None:
         return []
     where, mesh_shape, shape = tuple(coordinate), tuple(spec.mesh.shape), tuple(spec.shape)
+    cuts_of = ((type(each), getattr(each, "dim", None), getattr(each, "split_factor", 1)) for each in spec.placements)
+    order = getattr(spec, "shard_order", None), getattr(spec, "use_strided_shard_as_shard_order", True)
+    form = (where, mesh_shape, shape, local, *cuts_of, *order)
+    if (known := _known.get(form)) is not None:
+        return known
     expected: Ints = ()
     for cuts in possible_cuts(key, spec, mesh_shape):
         expected, boxes = local_layout(shape, mesh_shape, where, cuts)
+        if 0 in local and 0 in expected and expected != local:  # FSDP may narrow another dimension of an empty tensor
+            expected, boxes = local, []
         if expected == local:
+            if len(_known) >= _MOST_KNOWN:
+                _known.clear()
+            _known[form] = boxes
             return boxes
-        if 0 in local and 0 in expected:  # FSDP may narrow another dimension of an empty tensor
-            return []
     raise InvalidShards(
         f"{key!r}: the local tensor is {local}, but {spec.placements} of {shape} over a mesh of {mesh_shape} is "
         f"{expected} at {where}",
