@@ -355,8 +355,8 @@ def _reread_blocks(
 
 def _bad_blocks(entry: FileEntry, digests: memoryview, start: int, window: memoryview) -> list[int]:
     """Compare whole blocks, the first at byte `start` of the data, with their digests; return those that differ."""
-    if not entry.block_nbytes:
-        return []  # this file has no digests
+    if not digests:
+        return []  # this file has none
     first = start // entry.block_nbytes
     found = data_file.block_digests(window, entry.block_nbytes)
     expected = digests[first * data_file.DIGEST_NBYTES :][: len(found)]
