@@ -37,6 +37,7 @@ from shardkeep.dist import rank_errors
 from shardkeep.dist.kv import PIECE_BYTES, KVMailbox, StoreUnreachable, longest_pause_s, run_aside, with_mailbox
 from shardkeep.dist.rank_errors import ALL_CALL, GroupError
 from shardkeep.errors import CheckpointError, Failure
+from shardkeep.options import per_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -107,6 +108,10 @@ LOGGED_BYTES = 4096
 """The longest message in a log, because a TCPStore copies the whole value each time that something is appended."""
 NOTE_S = 0.1
 """How long the work of a rank takes before it notes what it does. Rank 0 does so at once, and all do in their first call."""
+
+_last_waits = per_process(dict[str, float])
+"""How long this process waited for rank 0 in the last phase of each name."""
+_MOST_WAITS = 100
 
 _SAID, _LONG, _LEFT = 0, 1, 2
 """Whether an entry of a log is a message, stands for a long one, or says that the rank left or gave up."""
@@ -357,9 +362,13 @@ class Rendezvous:
                 lambda: mailbox.peek(answer),
                 timeout_s - (time.monotonic() - began),
                 partial(self._report_absent, mailbox, {0}, timeout_s),
-                pause_s=mailbox.answer_s(long_nbytes),
+                # A wait mostly takes as long as the last one of its kind, and until then looks only disturb those that work.
+                pause_s=max(mailbox.answer_s(long_nbytes), _last_waits().get(message.phase, 0.0) / 2),
                 longest_pause_s=self._longest_pause_s(),
             )
+            if len(waits := _last_waits()) >= _MOST_WAITS:  # phases with numbers in their names
+                waits.clear()
+            waits[message.phase] = time.monotonic() - began
             if raw is None:
                 failure = Failure("RanksSilent", f"waited {timeout_s:g} s for rank 0 and gave up")
                 last_word = replace(message, payload=b"", failure=failure, left=True, gave_up=True)
