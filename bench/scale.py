@@ -3,7 +3,9 @@ What a job of many ranks pays for its meetings: the curve to 16,384 ranks, on th
 
 `meetings`: the three meetings of a call, through a real TCPStore in a process of its own. Rank 0 is real. The other ranks are
 simulated: a few processes with one connection each make the requests that `dist.rendezvous` makes for them, in its order, with
-its pauses and in sizes like those of real calls (`MEETINGS`). Up to `--real` ranks, every rank is a thread that runs the real
+its pauses and in sizes like those of real calls (`MEETINGS`); see `Wire`. These processes share the cores with the store and rank
+0, so their CPU time is part of the seconds here, but not of a job's. With `--batch 1` the store gets each request by itself, as in a
+job, and its CPU time is that of a job; the simulation is slower then. Up to `--real` ranks, every rank is a thread that runs the real
 code on its own connection. What is not simulated: the network, and the connections of the ranks.
 
 The other parts are in files of their own, which get the other arguments: `--only plans`, what rank 0 plans and commits
@@ -15,9 +17,12 @@ the exponents of its curves.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import heapq
 import importlib
 import multiprocessing
+import socket
+import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -130,43 +135,109 @@ def _peak_mb() -> float:
 # -- simulated ranks -------------------------------------------------------------------------------------------
 
 
-def simulated_rank(store: Any, rank: int, ranks: int, meetings: list[Meeting]) -> Iterator[float]:
-    """Make the requests of a rank that is not rank 0; gives the pauses."""
+class Wire:
+    """
+    A connection that makes the requests of many ranks in the protocol of torch's TCPStore, some at a time.
+
+    torch's client sends one, and waits for its answer before the next: on two cores that takes most of the time, but the ranks of a
+    job do it side by side. Here the store gets up to `most` requests at once, from ranks that are due at the same time.
+    """
+
+    SET, COMPARE_SET, ADD, DELETE_KEY, APPEND = b"\1", b"\2", b"\4", b"\10", b"\11"
+
+    def __init__(self, port: int, prefix: str, most: int) -> None:
+        self.requests = self.answered = self.nbytes = 0
+        self.most = most
+        self.waits: dict[tuple[int, int], float] = {}
+        """How long each rank waited for rank 0's answer in each meeting of its last call."""
+        self._prefix = f"/{prefix}/".encode()
+        self._socket = socket.create_connection(("127.0.0.1", port))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._answers = self._socket.makefile("rb", 1 << 20)
+        self._out = bytearray(b"\0" + struct.pack("<I", 0x3C85F7CE))  # torch's greeting
+
+    def send(self, kind: bytes, key: str, *values: bytes) -> bytes:
+        """Queue a request, and return its kind."""
+        name = key.encode()
+        for each in (kind, struct.pack("<Q", len(self._prefix) + len(name)), self._prefix, name):
+            self._out += each
+        for value in values:
+            self._out += value if kind == self.ADD else struct.pack("<Q", len(value)) + value
+            self.nbytes += len(value)
+        self.requests += 1
+        self.nbytes += len(name)
+        return kind
+
+    def flush(self) -> None:
+        self._socket.sendall(self._out)
+        self._out.clear()
+
+    def answer(self, kind: bytes) -> Any:
+        """Read the answer to the first request that has none yet."""
+        self.answered += 1
+        (number,) = struct.unpack("<q", self._answers.read(8))
+        if kind != self.COMPARE_SET:
+            return number
+        self.nbytes += number
+        return self._answers.read(number)
+
+
+ONE = struct.pack("<q", 1)
+
+
+def simulated_rank(wire: Wire, rank: int, ranks: int, meetings: list[Meeting]) -> Iterator[Any]:
+    """Make the requests of a rank that is not rank 0; gives the pauses, and the requests whose answers it gets."""
     slowest_s, quickest_s = kv.longest_pause_s(ranks), max(0.0005, ranks / kv.CHECKS_PER_S / 5)
-    call = store.add(f"calls/{rank}", 1)
-    store.set(f"doing/{rank}", b"w" + encode(RankActivity(call, 0, meetings[0].phase, TITLE)))
+    call = yield wire.send(wire.ADD, f"calls/{rank}", ONE)
+    if call == 1:
+        note = encode(RankActivity(call, 0, meetings[0].phase, TITLE))
+        wire.send(wire.SET, f"doing/{rank}", b"w" + note)
     for step, meeting in enumerate(meetings):
         message = encode(RankMessage(title=TITLE, phase=meeting.phase, payload=b"x" * meeting.sent_nbytes))
         own, long = f"{call}/{step}/own/{rank}", len(message) > LOGGED_BYTES
         if long:
-            store.set(own, b"w" + message)
+            wire.send(wire.SET, own, b"w" + message)
         entry = bytes([long]) + rank.to_bytes(4, "little") + (b"" if long else message)
-        store.append(f"{call}/{step}/in/{rank // LOG_RANKS}", len(entry).to_bytes(4, "little") + entry)
+        wire.send(wire.APPEND, f"{call}/{step}/in/{rank // LOG_RANKS}", len(entry).to_bytes(4, "little") + entry)
         began = time.monotonic()
-        yield min(slowest_s, quickest_s + ranks * len(message) * long / kv.BYTES_PER_S)
-        while (raw := store.compare_set(f"{call}/{step}/out", b"?", b"?")) == b"?":
+        first_s = quickest_s + ranks * len(message) * long / kv.BYTES_PER_S
+        yield min(slowest_s, max(first_s, wire.waits.get((rank, step), 0.0) / 2))
+        while (raw := (yield wire.send(wire.COMPARE_SET, f"{call}/{step}/out", b"?", b"?"))) == b"?":
             yield min(slowest_s, max(quickest_s, (time.monotonic() - began) / 4))
+        wire.waits[rank, step] = time.monotonic() - began
         reply = decode_reply(raw[1:])
         if reply.own:
-            store.compare_set(own, b"?", b"?")
-            store.delete_key(own)
-        elif long:
-            store.delete_key(own)
-    if store.add(f"{call}/parted", 1) == reply.present:
+            yield wire.send(wire.COMPARE_SET, own, b"?", b"?")
+        if reply.own or long:
+            yield wire.send(wire.DELETE_KEY, own)
+    if (yield wire.send(wire.ADD, f"{call}/parted", ONE)) == reply.present:
         for key in ("parted", f"{len(meetings) - 2}/out", f"{len(meetings) - 1}/out"):
-            store.delete_key(f"{call}/{key}")
+            yield wire.send(wire.DELETE_KEY, f"{call}/{key}")
 
 
-def run_simulated(store: Any, ranks: list[int], world_size: int, meetings: list[Meeting]) -> None:
+def run_simulated(wire: Wire, ranks: list[int], world_size: int, meetings: list[Meeting]) -> None:
     """Take turns among the ranks, each in the order and with the pauses of its requests."""
     numbers = count()
-    due = [(0.0, next(numbers), simulated_rank(store, rank, world_size, meetings)) for rank in ranks]
-    while due:
-        at_s, _, rank = heapq.heappop(due)
-        time.sleep(max(0.0, at_s - time.monotonic()))
-        pause_s = next(rank, None)
-        if pause_s is not None:
-            heapq.heappush(due, (time.monotonic() + pause_s, next(numbers), rank))
+    due = [(0.0, next(numbers), simulated_rank(wire, rank, world_size, meetings)) for rank in ranks]
+    waiting: list[tuple[Any, bytes]] = []
+
+    def go_on(rank: Any, answer: Any) -> None:
+        with contextlib.suppress(StopIteration):
+            found = rank.send(answer)
+            if isinstance(found, bytes):
+                waiting.append((rank, found))
+            else:
+                heapq.heappush(due, (time.monotonic() + found, next(numbers), rank))
+
+    while due or waiting:
+        while due and len(waiting) < wire.most and due[0][0] <= time.monotonic():
+            go_on(heapq.heappop(due)[2], None)
+        wire.flush()
+        batch, waiting[:] = list(waiting), []
+        for rank, kind in batch:
+            go_on(rank, wire.answer(kind))
+        if not waiting and due:
+            time.sleep(max(0.0, due[0][0] - time.monotonic()))
 
 
 def run_real(stores: list[Any], ranks: list[int], world_size: int, meetings: list[Meeting]) -> None:
@@ -184,20 +255,21 @@ def run_real(stores: list[Any], ranks: list[int], world_size: int, meetings: lis
 def work(pipe: Connection, port: int) -> None:
     """Be some ranks, for one job after the other."""
     while (job := pipe.recv()) is not None:
-        prefix, ranks, world_size, meetings, calls, real = job
-        stores = [connect(port, prefix) for _ in (ranks if real else [0])]
+        prefix, ranks, world_size, meetings, calls, real, most = job
+        stores = [connect(port, prefix) for _ in ranks] if real else [Wire(port, prefix, most)]
         pipe.send("ready")
-        for _ in range(calls):
+        for _ in range(calls + 1):
             pipe.recv()
-            before = total(stores)
+            before, cpu_s = total(stores), time.process_time()
             if real:
                 run_real(stores, ranks, world_size, meetings)
             else:
                 run_simulated(stores[0], ranks, world_size, meetings)
-            pipe.send([now - then for now, then in zip(total(stores), before, strict=True)])
+            spent_s = time.process_time() - cpu_s
+            pipe.send(([now - then for now, then in zip(total(stores), before, strict=True)], spent_s))
 
 
-def total(stores: list[CountingStore]) -> list[int]:
+def total(stores: Sequence[CountingStore | Wire]) -> list[int]:
     return [sum(each) for each in zip(*((one.requests, one.answered, one.nbytes) for one in stores), strict=True)]
 
 
@@ -214,6 +286,8 @@ class Measured:
     """Of rank 0's process."""
     store_cpu_s: float
     """Of the store's process."""
+    clients_cpu_s: float
+    """Of the processes that are the other ranks, on this machine's cores: a job has it on other machines, side by side."""
     requests: float
     """For each rank and meeting."""
     answered: float
@@ -246,22 +320,30 @@ def ask(host: Connection) -> tuple[float, float]:
 
 
 def measure(
-    port: int, host: Connection, pipes: list[Connection], ranks: int, meetings: list[Meeting], calls: int, *, real: bool
+    port: int,
+    host: Connection,
+    pipes: list[Connection],
+    ranks: int,
+    meetings: list[Meeting],
+    calls: int,
+    most: int,
+    *,
+    real: bool,
 ) -> list[Measured]:
     prefix = f"{ranks}/{'real' if real else 'simulated'}/{time.monotonic_ns()}"
     store, found = connect(port, prefix), []
     for number, pipe in enumerate(pipes):
-        pipe.send((prefix, list(range(1 + number, ranks, len(pipes))), ranks, meetings, calls, real))
+        pipe.send((prefix, list(range(1 + number, ranks, len(pipes))), ranks, meetings, calls, real, most))
     for pipe in pipes:
         pipe.recv()
     keys = 0
-    for _ in range(calls):
+    for _ in range(calls + 1):
         before, cpu_s, store_cpu_s = total([store]), time.process_time(), ask(host)[0]
         began = time.monotonic()
         for pipe in pipes:
             pipe.send("go")
         on_rank_0_s = lead(store, ranks, meetings)
-        others = [pipe.recv() for pipe in pipes]
+        others, clients_cpu_s = zip(*[pipe.recv() for pipe in pipes], strict=True)
         seconds, cpu_s = time.monotonic() - began, time.process_time() - cpu_s
         store_cpu_s = ask(host)[0] - store_cpu_s
         own = [now - then for now, then in zip(total([store]), before, strict=True)]
@@ -269,11 +351,12 @@ def measure(
         keys, keys_before = store.num_keys(), keys
         visits = ranks * len(meetings)
         each = requests / visits, answered / visits
-        found.append(Measured(seconds, on_rank_0_s, cpu_s, store_cpu_s, *each, nbytes / 1e6, keys - keys_before))
-    return found
+        cpus = cpu_s, store_cpu_s, sum(clients_cpu_s)
+        found.append(Measured(seconds, on_rank_0_s, *cpus, *each, nbytes / 1e6, keys - keys_before))
+    return found[1:]  # in its first call, each rank makes a request more
 
 
-def meetings_part(sizes: list[int], real_to: int, calls: int, what: str, budget_s: float) -> None:
+def meetings_part(sizes: list[int], real_to: int, calls: int, what: str, budget_s: float, most: int) -> None:
     """Print the seconds, requests and bytes of a save's meetings."""
     context = multiprocessing.get_context("spawn")
     host, host_end = context.Pipe()
@@ -286,15 +369,18 @@ def meetings_part(sizes: list[int], real_to: int, calls: int, what: str, budget_
         processes.append(context.Process(target=work, args=(end, port)))
         processes[-1].start()
         pipes.append(pipe)
-    measure(port, host, pipes, 8, MEETINGS["another"], 1, real=False)  # the processes have imported torch after this
+    measure(
+        port, host, pipes, 8, MEETINGS["another"], 1, most, real=False
+    )  # the processes have imported torch after this
 
     meetings, began = MEETINGS[what], time.monotonic()
     print(f"three meetings of a call, {what}, median of {calls} calls")
     print(
-        f"{'':>7}  {'':<10} {'':>9} {'rank 0':>9} {'its':>8} {'CPU of':>9} {'requests':>9} {'of them':>8} {'through':>11} {'keys':>4}"
+        f"{'':>7}  {'':<10} {'':>9} {'rank 0':>9} {'its':>8} {'CPU of':>9} {'CPU of':>9} {'requests':>9} {'of them':>8}"
+        f" {'through':>11} {'keys':>4}"
     )
     print(
-        f"{'ranks':>7}  {'ranks are':<10} {'call':>9} {'is done':>9} {'CPU':>8} {'store':>9} {'/rank/mtg':>9}"
+        f"{'ranks':>7}  {'ranks are':<10} {'call':>9} {'is done':>9} {'CPU':>8} {'store':>9} {'clients':>9} {'/rank/mtg':>9}"
         f" {'answered':>8} {'the store':>11} {'left':>4}"
     )
     curve: dict[int, Measured] = {}
@@ -302,12 +388,12 @@ def meetings_part(sizes: list[int], real_to: int, calls: int, what: str, budget_
         if time.monotonic() - began > budget_s * (0.3 if ranks >= 16384 else 0.6):
             print(f"{ranks:>7}  left out: too much of the budget of {budget_s:g} s is spent (--budget-s)")
             continue
-        found = measure(port, host, pipes, ranks, meetings, calls, real=real)
+        found = measure(port, host, pipes, ranks, meetings, calls, most, real=real)
         middle = sorted(found, key=lambda each: each.seconds)[len(found) // 2]
         print(
             f"{ranks:>7}  {'real' if real else 'simulated':<10} {middle.seconds:>7.3f} s {middle.on_rank_0_s:>7.3f} s"
-            f" {middle.cpu_s:>6.2f} s {middle.store_cpu_s:>7.2f} s {middle.requests:>9.2f} {middle.answered:>8.2f} {middle.mbytes:>8.1f} MB"
-            f" {max((each.keys for each in found[1:]), default=0):>4}",
+            f" {middle.cpu_s:>6.2f} s {middle.store_cpu_s:>7.2f} s {middle.clients_cpu_s:>7.2f} s {middle.requests:>9.2f} {middle.answered:>8.2f} {middle.mbytes:>8.1f} MB"
+            f" {max(each.keys for each in found):>4}",
             flush=True,
         )
         if not real:
@@ -342,9 +428,10 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=3, help="calls of each size")
     parser.add_argument("--call", choices=MEETINGS, default="save", help="what the ranks do")
     parser.add_argument("--budget-s", type=float, default=110, help="no larger size begins after a part of this time")
+    parser.add_argument("--batch", type=int, default=64, help="requests of simulated ranks that are sent at once")
     args = parser.parse_args()
     threading.stack_size(256 << 10)
-    meetings_part(args.ranks, args.real, args.calls, args.call, args.budget_s)
+    meetings_part(args.ranks, args.real, args.calls, args.call, args.budget_s, args.batch)
 
 
 if __name__ == "__main__":
