@@ -30,7 +30,7 @@ import xxhash
 from planning import rank_state, requests_of
 from scale import exponent
 from shardkeep.dcp import DefaultSavePlanner, FileSystemWriter
-from shardkeep.dcp._impl.default_save import DefaultSave, _SentState
+from shardkeep.dcp._impl.default_save import DefaultSave, _SentState, pack_places
 from shardkeep.dist.world import World
 from shardkeep.engine.native_save import NativeSave, data_name, make_manifest
 from shardkeep.engine.report import Phases, Span
@@ -45,7 +45,7 @@ from shardkeep.engine.save_session import (
     kept_plans,
 )
 from shardkeep.format import data_file
-from shardkeep.format.boxes import ints, pack
+from shardkeep.format.boxes import ints
 from shardkeep.format.record import FileEntry
 from shardkeep.plan.save_plan import RankManifest, RankWritePlan, common_part, encode, manifest_of
 from shardkeep.state.describe import describe
@@ -79,7 +79,7 @@ class Meeting:
         self.answers = decide(sent)
         self.cpu_s += time.process_time() - began
         # An answer that is equal for all travels once, as a reply that all read.
-        self.nbytes += sum(map(len, sent)) + sum(map(len, self.answers))
+        self.nbytes += sum(map(len, sent)) + sum(map(len, self.answers[1:]))
         return self.answers[0]
 
 
@@ -105,7 +105,7 @@ def items_by(rank: int, answer: bytes) -> bytes:
     entry = FileEntry(
         name=f"__{rank}_0.distcp", nbytes=count * 1216, header_nbytes=0, block_nbytes=1 << 18, checksum=CHECKSUM
     )
-    return encode((WrittenFiles([entry], pack(where)), [Span("call", 0.0, 0.0), Span("write", 0.0, 1.0)]))
+    return encode((WrittenFiles([entry], pack_places(where)), [Span("call", 0.0, 0.0), Span("write", 0.0, 1.0)]))
 
 
 class Ranks:

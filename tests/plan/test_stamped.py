@@ -15,7 +15,7 @@ from shardkeep.engine.native_save import index_of, make_manifest, split_by_rank
 from shardkeep.errors import InvalidShards
 from shardkeep.format.boxes import ints
 from shardkeep.format.index import encode_index
-from shardkeep.plan.save_plan import SLICE_NBYTES, SMALL_NBYTES, TensorNames, plan_save
+from shardkeep.plan.save_plan import SLICE_NBYTES, SMALL_NBYTES, TensorNames, plan_save, plan_whole_shards
 from shardkeep.plan.stamped_plan import StampedPlan, plan_stamped
 from shardkeep.state.describe import describe
 from shardkeep.state.leaves import ShardedBox
@@ -127,6 +127,14 @@ def test_a_stamped_plan_is_that_of_all_ranks(world):
         for each in (plan, expected)
     )
     assert most <= others + SLICE_NBYTES
+    for to_lowest in (True, False):
+        by_rank, columns = plan_stamped(manifests, no_chains, least_shards=1, whole=True, to_lowest=to_lowest).by_rank()
+        pieces = plan_whole_shards(manifests, to_lowest=to_lowest, warn=pytest.fail).pieces
+        theirs = [pieces.row[pieces.rank == rank].tolist() for rank in range(len(manifests))]
+        chunks = [np.column_stack(each).tolist() for each in (columns, (pieces.tensor, pieces.offsets, pieces.sizes))]
+        assert sorted(chunks[0]) == sorted(chunks[1])
+        if to_lowest or replicas == 1:
+            assert ([each.tolist() for each in by_rank], chunks[0]) == (theirs, chunks[1])
 
 
 def test_samples_of_whole_tensors_are_compared_and_kept():

@@ -422,14 +422,16 @@ class SaveSession:
 
         def decide(payloads: list[bytes]) -> list[bytes]:
             commit = self._logged(self.layout.commit, "finish_checkpoint")
-            committed = commit(plan.on_rank_0[0], written.on_rank_0, labels)
-            sent, count = committed, len(payloads)
-            if count * len(committed.metadata) > _MOST_SENT_NBYTES:
-                sent = msgspec.structs.replace(committed, metadata=b"")
-            return [encode(committed), *[encode(sent)] * (count - 1)]
+            sent = commit(plan.on_rank_0[0], written.on_rank_0, labels)
+            own.append(sent)
+            if len(payloads) * len(sent.metadata) > _MOST_SENT_NBYTES:
+                sent = msgspec.structs.replace(sent, metadata=b"")
+            return [encode(sent)] * len(payloads)
 
+        own: list[CommittedSave] = []
         with self.phases.phase("commit"):
-            return msgspec.msgpack.decode(ranks.agree("commit", bytes, decide), type=CommittedSave)
+            answer = ranks.agree("commit", bytes, decide)
+            return own[0] if own else msgspec.msgpack.decode(answer, type=CommittedSave)
 
     def finish(
         self,

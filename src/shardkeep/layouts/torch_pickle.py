@@ -301,7 +301,7 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
             padded = np.where(np.arange(matrix.shape[1]) < ndim[some, None], matrix[some], 0)
             distinct, which = distinct_rows(np.column_stack([ndim[some], padded]))
             sizes = [tuple(row[1 : 1 + row[0]]) for row in distinct.tolist()]
-            self.made += b"(", *map(self.size, sizes), b"1"
+            self.made += b"(", *[self.size(size) for size in sizes if size not in self.known], b"1"
             numbers[some] = self.numbers(sizes)[which]
         return numbers
 

@@ -27,6 +27,7 @@ from shardkeep.plan.save_plan import (
     ChainOf,
     CheckpointPlan,
     Merged,
+    PlannedChunks,
     PlannedFile,
     RankManifest,
     SampledReplicas,
@@ -110,11 +111,34 @@ class StampedPlan:
     chunk_ends: IntArray
     chunks: Chunks
 
+    def by_rank(self) -> tuple[list[IntArray], Columns]:
+        """Return the rows that each rank writes; and tensor, offsets and sizes of all, by rank and row. None may be cut."""
+        rows: dict[int, IntArray] = {}
+        parts = list[tuple[Stamp, IntArray, PlannedChunks]]()
+        for stamp in self.stamps:
+            for number, ranks in enumerate(stamp.ranks.T):
+                own = stamp.plan.pieces.take(stamp.plan.pieces.rank == number)
+                own = own.take(np.argsort(own.row))
+                rows.update(dict.fromkeys(ranks.tolist(), own.row))
+                parts.append((stamp, ranks, own))
+        by_rank = [rows[rank] for rank in range(len(rows))]
+        first, count = segment_starts(ends := np.cumsum(list(map(len, by_rank)))), int(ends[-1])
+        tensor = np.empty(count, np.int32)
+        offsets, sizes = (np.empty((count, self.chunks.axes), column.dtype) for column in self.chunks.columns()[:2])
+        for stamp, ranks, own in parts:
+            at = first[ranks][:, None] + np.arange(len(own))
+            tensor[at], sizes[at] = own.tensor, own.sizes
+            offsets[at] = stamp.offsets[stamp.column[own.row]].transpose(1, 0, 2)
+        return by_rank, (tensor, offsets, sizes)
+
 
 def plan_stamped(
-    manifests: Sequence[RankManifest], chain_of: ChainOf, *, least_shards: int = LEAST_SHARDS
+    manifests: Sequence[RankManifest], chain_of: ChainOf, *, least_shards: int = LEAST_SHARDS, **how: bool
 ) -> StampedPlan | None:
-    """Plan as `plan_save` does; None if it must: ranks are few or too different, or something is wrong with what they hold."""
+    """
+    Plan as `plan_save` does, or assign writers as `how` says; None if it must: ranks are few or too different, or something
+    is wrong with what they hold.
+    """
     kinds: dict[tuple[bytes, ...], dict[bytes, list[int]]] = {}
     for rank, d in enumerate(manifests):
         same_sizes = kinds.setdefault((d.names, d.shape, d.alias, d.row_tensor, d.row_sizes), {})
@@ -152,7 +176,7 @@ def plan_stamped(
             row = np.concatenate([np.tile(own, size), also if writes_shared else also[:0]])
             local = np.append(np.repeat(np.arange(size), len(own)), np.zeros(len(row) - size * len(own), np.int64))
             group = replace(rows.take(row), rank=local, offsets=offsets[column[row], places[0]].astype(np.int64))
-            plan = lay_out(merged, *assign_writers(merged, group, size, None), len(manifests), chain)
+            plan = lay_out(merged, *assign_writers(merged, group, size, None, **how), len(manifests), chain)
             own_offsets = offsets if len(places) == len(kind) else offsets[:, places]
             stamps.append(Stamp(plan, np.array([kind[at] for at in places]), own_offsets, column))
     return _stamped(merged, sampled, stamps, len(manifests))

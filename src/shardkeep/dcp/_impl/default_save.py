@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import logging
 import math
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -59,6 +60,7 @@ from shardkeep.layouts.torch_pickle import (
 )
 from shardkeep.options import decodable
 from shardkeep.plan import save_plan
+from shardkeep.plan.stamped_plan import StampedPlan, plan_stamped
 from shardkeep.state.describe import Description, describe_leaves, find_buffers
 from shardkeep.state.flatten import flatten_sharded_tensors, flatten_state_dict
 from shardkeep.state.leaves import ShardedBox, has_part, is_dtensor, is_ordinary
@@ -116,11 +118,18 @@ class _SentState(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
+class _Pieces(Boxes):
+    """What ranks write of tensors, by rank, then by row."""
+
+    tensor: IntArray
+
+
+@dataclass(frozen=True)
 class _Planned:
     keys: list[str]
     tensors: Tensors
-    pieces: save_plan.PlannedChunks
-    """By rank, then by row."""
+    pieces: _Pieces
+    tensor_nbytes: int
     flags: list[int]
     """Of each key's tensor."""
     items: list[list[_SentItem]]
@@ -248,7 +257,7 @@ class DefaultSave(SaveLayout):
         except BaseException:
             self.discard([job.name for job in jobs])
             raise
-        return WrittenFiles(entries, pack(where))
+        return WrittenFiles(entries, pack_places(where))
 
     def discard(self, names: Sequence[str]) -> None:
         self._writer._commit().remove(with_sums(names))
@@ -258,15 +267,23 @@ class DefaultSave(SaveLayout):
     def plan(self, manifests: list[save_plan.RankManifest]) -> tuple[_Planned, list[bytes]]:
         decoded = {raw: msgspec.msgpack.decode(raw, type=_SentState) for raw in {each.tree for each in manifests}}
         states = [decoded[each.tree] for each in manifests]
+        to_lowest = self._planner.dedup_save_to_lowest_rank
+        plan: StampedPlan | save_plan.CheckpointPlan | None
+        plan = plan_stamped(manifests, lambda keys, _: [None] * len(keys), whole=True, to_lowest=to_lowest)
         try:
-            plan = save_plan.plan_whole_shards(
-                manifests,
-                to_lowest=self._planner.dedup_save_to_lowest_rank,
-                warn=lambda error: log.warning("%s; the first is saved", error.message),
+            plan = plan or save_plan.plan_whole_shards(
+                manifests, to_lowest=to_lowest, warn=lambda error: log.warning("%s; the first is saved", error.message)
             )
         except InvalidShards as error:
             raise InvalidShards(f"Failed to validate global plan: {error.message}", hint=error.hint) from error
-        keys, tensors, pieces = plan.keys, plan.tensors, plan.pieces
+        if isinstance(plan, StampedPlan):
+            by_rank, (tensor, *boxes) = plan.by_rank()
+            pieces, nbytes = _Pieces(boxes[0], boxes[1], tensor), sum(file.data_nbytes for file in plan.files)
+        else:
+            each = plan.pieces
+            by_rank = np.split(each.row, np.searchsorted(each.rank, np.arange(1, len(manifests))))
+            pieces, nbytes = _Pieces(each.offsets, each.sizes, each.tensor), int(each.nbytes.sum())
+        keys, tensors = plan.keys, plan.tensors
         flags = dict.fromkeys(keys, 0)
         for raw in dict.fromkeys(each.names for each in reversed(manifests)):
             names = msgspec.msgpack.decode(raw, type=save_plan.TensorNames)
@@ -275,22 +292,22 @@ class DefaultSave(SaveLayout):
         items: list[list[_SentItem]] = []
         answers: list[bytes] = []
         seen: set[tuple[str, tuple[int, ...] | None]] = set()
-        ends = np.searchsorted(pieces.rank, np.arange(len(manifests)), "right")
-        for rank, (low, high) in enumerate(zip([0, *ends.tolist()], ends.tolist(), strict=False)):
+        for rank, rows in enumerate(by_rank):
             own = [at for at, item in enumerate(states[rank].items) if (item.key, item.offset) not in seen]
             items.append([states[rank].items[at] for at in own])
             seen.update((item.key, item.offset) for item in items[-1])
             first = len(ints(manifests[rank].row_tensor))  # items come after the rows of tensors
-            answers.append(pack(np.concatenate([pieces.row[low:high], first + np.array(own, np.int64)])))
+            answers.append(pack(np.append(rows, first + np.array(own, np.int64))))
         _check_items(keys, items)
         planned = _Planned(
             keys,
             tensors,
             pieces,
+            nbytes,
             [flags[key] for key in keys],
             items,
             states,
-            self._planner.dedup_save_to_lowest_rank,
+            to_lowest,
             plan.sampled,
         )
         return planned, answers
@@ -310,7 +327,7 @@ class DefaultSave(SaveLayout):
         self._writer._commit().publish(METADATA_NAME, data, sums=sums, own=own, keep=with_sums(sums), began_s=began_s)
         return CommittedSave(
             save_id=self._writer.save_id,
-            bytes_total=int(planned.pieces.nbytes.sum()),
+            bytes_total=planned.tensor_nbytes,
             tensors=len(planned.keys),
             metadata=data,
         )
@@ -476,11 +493,16 @@ def _encode_metadata(
     )
 
 
+def pack_places(where: IntArray) -> bytes:
+    """Encode four rows for `_places`: as differences, which repeat in layers that are alike."""
+    return zlib.compress(pack(np.diff(where, axis=1, prepend=0)), 1)
+
+
 def _places(planned: _Planned, written: list[WrittenFiles]) -> tuple[IntArray, list[tuple[_SentItem, IntArray]]]:
     """Return file, offset, length and start of the data of all pieces, in four rows, and of each item of its own."""
     pieces, own, first = list[IntArray](), list[tuple[_SentItem, IntArray]](), 0
     for items, each in zip(planned.items, written, strict=True):
-        where = ints(each.items).reshape(4, -1)
+        where = np.cumsum(ints(zlib.decompress(each.items)).reshape(4, -1), axis=1)
         where[0] += first
         first += len(each.files)
         count = where.shape[1] - len(items)
