@@ -96,8 +96,8 @@ def physical_memory() -> int:
 def available_memory(root: str = "/") -> int:
     """Return how many bytes of memory this process may still use; a cautious guess if the system does not say."""
     available = 4 << 30
-    with suppress(OSError, KeyError, ValueError), open(os.path.join(root, "proc/meminfo"), encoding="utf-8") as file:
-        available = int(dict(line.split(":", 1) for line in file)["MemAvailable"].split()[0]) << 10
+    with suppress(OSError, IndexError, ValueError), open(os.path.join(root, "proc/meminfo"), encoding="utf-8") as file:
+        available = int(file.read().split("MemAvailable:", 1)[1].split(None, 1)[0]) << 10
     if root == "/" and not _container_memory():  # it does not change in the life of a process
         return available
     return min([available, *(free for _, free in _memory_groups(root))])

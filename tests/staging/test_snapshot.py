@@ -100,7 +100,7 @@ def test_auto_copies_on_a_device_only_where_half_of_what_is_free_is_enough(monke
     """With less room, and no optimizer that guards the state, nothing is copied there and the call has to wait."""
     monkeypatch.setattr(pieces, "_free_nbytes", lambda device: free)
     elsewhere = [torch.empty(500, dtype=torch.uint8, device="meta") for _ in range(2)]
-    assert pieces._chosen_for_copy(elsewhere, [0, 1], staging, []) == (copied, guarded)
+    assert pieces._chosen_for_copy(elsewhere, pieces._Places.of(elsewhere), staging, []) == (copied, guarded)
 
 
 @settings(max_examples=60, deadline=None)

@@ -16,6 +16,7 @@ from shardkeep.dcp.state_dict import (
 )
 from shardkeep.dcp.stateful import Stateful
 from shardkeep.errors import CheckpointError, KeyCollision
+from shardkeep.state.names import ModuleTree
 from shardkeep.state.objects import module_state
 from tests.training.samples import Net, adamw, differences, plain
 
@@ -61,7 +62,7 @@ def test_everything_a_module_has_comes_back(options: Any, wrap: Any):
 
 def test_state_is_the_modules_own_memory():
     model = torch.compile(Net())
-    state = module_state(model)
+    state = module_state(ModuleTree(model))
     assert all(state[name].data_ptr() == tensor.data_ptr() for name, tensor in model._orig_mod.named_parameters())
     assert not any(value.requires_grad for value in state.values())
 

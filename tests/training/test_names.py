@@ -7,7 +7,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import _get_fqns
 
 from shardkeep.errors import CheckpointError
-from shardkeep.state.names import canonical_key, get_fqns, live_state, parameter_names, state_dict_key
+from shardkeep.state.names import ModuleTree, canonical_key, get_fqns, live_state, parameter_names, state_dict_key
 
 # Importing torch.compile's machinery warns of parts of torch itself.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated:DeprecationWarning")
@@ -72,7 +72,7 @@ def test_tied_parameters_have_all_their_names():
     """One parameter object has every name it is reachable by, also when a whole module is used twice."""
     model = wrapped()
     model._orig_mod.again = model._orig_mod.blocks[1]
-    names = list(parameter_names(live_state(model)).values())
+    names = list(parameter_names(live_state(ModuleTree(model))).values())
     assert names[0] == ("emb.weight", "head.weight")
     assert ("blocks.1.0.weight", "again.0.weight") in names
     assert len(names) == len(list(model.parameters()))
@@ -83,7 +83,7 @@ def test_hidden_children_are_no_part_of_names():
     assert get_fqns(model, "0.weight") == {"0.weight"} == _get_fqns(model, "0.weight")
     assert get_fqns(model, "0.inner.weight") == {"0.weight"}
     assert get_fqns(model, "0.inner.weight", dsd_fqn_modifiers="_others") == {"0.inner.weight"}
-    assert list(parameter_names(live_state(model)).values()) == [("0.own",), ("0.weight",), ("0.bias",)]
+    assert list(parameter_names(live_state(ModuleTree(model))).values()) == [("0.own",), ("0.weight",), ("0.bias",)]
 
 
 def test_names_that_lead_nowhere_are_refused():

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardkeep.state import names as walk
-from shardkeep.state.names import all_canonical, fsdp_modules
+from shardkeep.state.names import ModuleTree, all_canonical, fsdp_modules
 from tests.training.test_names import Hiding, Tied
 
 
@@ -60,8 +59,9 @@ def test_as_torch_goes_through_it(make: Any, inside: bool) -> None:
     """Modules come by the same names, in the same order, as often, also where a module has its own ways."""
     torch.manual_seed(0)
     module = _inside(make()) if inside else make()
-    assert _ids(walk.all_named_modules(module)) == _ids(module.named_modules(remove_duplicate=False))
-    assert list(map(id, walk.all_modules(module))) == list(dict.fromkeys(map(id, module.modules())))
+    tree = ModuleTree(module)
+    assert _ids(tree.named) == _ids(module.named_modules(remove_duplicate=False))
+    assert list(map(id, tree.modules)) == list(dict.fromkeys(map(id, module.modules())))
 
 
 def _ids(named: Any) -> list[tuple[str, int]]:
@@ -71,11 +71,11 @@ def _ids(named: Any) -> list[tuple[str, int]]:
 def test_what_is_added_is_seen_at_once() -> None:
     """Nothing is remembered of a module: what wraps or hides a part of it counts from the moment it is there."""
     module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
-    assert all_canonical(module)
-    assert fsdp_modules(module) == []
+    assert all_canonical(ModuleTree(module))
+    assert fsdp_modules(ModuleTree(module)) == []
     module[1].add_module("_checkpoint_wrapped_module", nn.Linear(2, 2))
-    assert not all_canonical(module)
+    assert not all_canonical(ModuleTree(module))
     del module[1]._checkpoint_wrapped_module
-    assert all_canonical(module)
+    assert all_canonical(ModuleTree(module))
     module[0]._fqn_modifiers = dict
-    assert not all_canonical(module)
+    assert not all_canonical(ModuleTree(module))

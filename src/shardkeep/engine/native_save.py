@@ -132,7 +132,10 @@ class NativeSave:
         # Everything that can fail on one rank alone comes before ranks wait for each other.
         request, world = self._request, self._world
         try:
-            objects = Objects(state, rank=world.rank, world_size=world.size, kept=kept_plans().names)
+            kept = kept_plans()
+            objects = Objects(
+                state, rank=world.rank, world_size=world.size, kept=kept.names, forms=kept.descriptions.forms
+            )
             flattened = objects.flattened
         except errors.CheckpointError:  # a state that cannot be walked: describing it then fails on all ranks
             objects, flattened = Objects({}, rank=world.rank, world_size=world.size), None
@@ -475,16 +478,16 @@ def make_manifest(
     flags: npt.NDArray[np.uint8] | None = None,
 ) -> save_plan.RankManifest:
     """Encode a description; a plain value that has no safe form raises an error that names it."""
-    d, tree = description, encode_tree(description.tree)
+    d = description
     flags = np.zeros(len(d.keys), np.uint8) if flags is None else flags
     manifest: save_plan.RankManifest
-    # Kept with the columns, of which the manifest has nothing but these two besides.
-    known, manifest = d.derived.get("manifest", (None, None))
-    if known != (tree, flags.tobytes()):
+    # Kept with the columns, of which the manifest has nothing but these two besides. States of one form have one skeleton.
+    tree, known, manifest = d.derived.get("manifest", (None, None, None))
+    if tree is not d.tree or known != flags.tobytes():
         manifest = save_plan.manifest_of(
-            d, groups=file_groups(d.tree, d.keys), flags=flags, alias=d.alias, tree=tree, values=b""
+            d, groups=file_groups(d.tree, d.keys), flags=flags, alias=d.alias, tree=encode_tree(d.tree), values=b""
         )
-        d.derived["manifest"] = (tree, flags.tobytes()), manifest
+        d.derived["manifest"] = d.tree, flags.tobytes(), manifest
     values = [encode_value(value, key=key, allow_pickle=allow_pickle) for key, value in d.values.items()]
     return msgspec.structs.replace(
         manifest,

@@ -314,7 +314,12 @@ class SaveSession:
         """Return the rows of a state in the order in which they will probably be written: that of the last save."""
         manifest = described.manifest
         plan_id, answer = kept_plans().answers.get(self._key(manifest, common_part(manifest)), (b"", b""))
-        return self.layout.order(answer) if plan_id else []
+        derived = described.description.derived
+        known, order = derived.get("order", (b"", []))
+        if known is not answer:
+            order = self.layout.order(answer) if plan_id else []
+            derived["order"] = answer, order
+        return order  # type: ignore[no-any-return]
 
     def _key(self, manifest: RankManifest, common: bytes) -> bytes:
         """Return the key under which this rank keeps its part of a plan: a digest of all that the plan follows from."""

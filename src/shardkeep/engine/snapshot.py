@@ -243,32 +243,51 @@ def take_snapshot(
     outside the memory of optimizers if there is room for these, else none. With "overlap", the steps of optimizers also wait for
     what finds no room in host memory; otherwise the call waits.
     """
-    on_host = [at for at, tensor in enumerate(tensors) if tensor.is_cpu]
     derived = {} if derived is None else derived
-    taken = DeviceSnapshot(list(tensors), on_host, optimizers if staging == "overlap" else (), derived=derived)
-    if len(on_host) < len(tensors):
-        on_device = [at for at, tensor in enumerate(tensors) if not tensor.is_cpu]
-        _copy_on_device(taken, on_device, staging, optimizers, order())
+    if "places" not in derived:
+        derived["places"] = _Places.of(tensors)
+    places: _Places = derived["places"]
+    taken = DeviceSnapshot(list(tensors), places.on_host, optimizers if staging == "overlap" else (), derived=derived)
+    if places.on_device:
+        _copy_on_device(taken, places, staging, optimizers, order())
     return taken
 
 
+class _Places(NamedTuple):
+    """Where the tensors of a state are: which are in host memory, which on accelerators, and how many bytes on each."""
+
+    on_host: list[int]
+    on_device: list[int]
+    nbytes: Counter[torch.device]
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> _Places:
+        on_host = [at for at, tensor in enumerate(tensors) if tensor.is_cpu]
+        on_device = [at for at, tensor in enumerate(tensors) if not tensor.is_cpu]
+        return cls(on_host, on_device, _nbytes_by_device(tensors, on_device))
+
+
+def _nbytes_by_device(tensors: Sequence[torch.Tensor], rows: Iterable[int]) -> Counter[torch.device]:
+    found: Counter[torch.device] = Counter()
+    for row in rows:
+        found[tensors[row].device] += tensors[row].nbytes
+    return found
+
+
 def _copy_on_device(
-    taken: DeviceSnapshot, rows: list[int], staging: str, optimizers: Sequence[Optimizer], order: Sequence[int]
+    taken: DeviceSnapshot, places: _Places, staging: str, optimizers: Sequence[Optimizer], order: Sequence[int]
 ) -> None:
     """Queue the copies on devices; tensors that are the same memory are copied once."""
     tensors = taken.found
-    chosen, taken.guarded = _chosen_for_copy(tensors, rows, staging, optimizers)
-    taken.live_nbytes = sum([tensors[at].nbytes for at in rows]) - sum([tensors[at].nbytes for at in chosen])
-    if order:
-        wanted = set(chosen)
-        first = [at for at in order if at in wanted]
-        chosen = [*first, *wanted.difference(first)] if len(first) < len(wanted) else first
+    chosen, taken.guarded = _chosen_for_copy(tensors, places, staging, optimizers)
+    if chosen is not places.on_device:
+        taken.live_nbytes = sum((places.nbytes - _nbytes_by_device(tensors, chosen)).values())
     known, segments = taken.derived.get("segments", (None, []))
-    if known != chosen:  # else these are the tensors of the last save
-        segments = _lay_out_segments(tensors, chosen)
-        taken.derived["segments"] = chosen, segments
+    if known != (chosen, order):  # else these are the tensors of the last save, in its order
+        segments = _lay_out_segments(tensors, _in_order(chosen, order))
+        taken.derived["segments"] = (chosen, order), segments
     way = "device" if not taken.live_nbytes else "overlap" if taken.guarded else "host"
-    for device in {tensors[at].device for at in rows}:
+    for device in places.nbytes:
         copied, free = sum([each.nbytes for each in segments if each.device == device]), _free_nbytes(device)
         taken.stays = taken.stays and copied <= _ROOM_TO_STAY * free
         taken.choice = f"{way}: {format_size(copied)} copied on the device, of {format_size(free)} free there"
@@ -277,6 +296,13 @@ def _copy_on_device(
         packed = [PackedCopies.of(each) for each in segments if each.device == device]
         taken.events[device] = _queue_copies(device, tensors, packed)
         taken.packed += packed
+
+
+def _in_order(rows: list[int], order: Sequence[int]) -> list[int]:
+    """Return rows in this order, and those that it lacks after them."""
+    wanted = set(rows)
+    first = [row for row in order if row in wanted]
+    return [*first, *sorted(wanted.difference(first))]
 
 
 @dataclass(frozen=True)
@@ -293,9 +319,14 @@ class SegmentLayout:
     """Of the copies; the caller may change those of its tensors."""
     contiguous: bool
 
+    @functools.cached_property
+    def count(self) -> int:
+        """Of elements."""
+        return sum(self.sizes)
+
     @property
     def nbytes(self) -> int:
-        return sum(self.sizes) * self.dtype.itemsize
+        return self.count * self.dtype.itemsize
 
 
 class PackedCopies(NamedTuple):
@@ -304,7 +335,7 @@ class PackedCopies(NamedTuple):
 
     @classmethod
     def of(cls, layout: SegmentLayout) -> PackedCopies:
-        return cls(layout, torch.empty(sum(layout.sizes), dtype=layout.dtype, device=layout.device))
+        return cls(layout, torch.empty(layout.count, dtype=layout.dtype, device=layout.device))
 
     def put_into(self, tensors: list[torch.Tensor]) -> None:
         """Put the copies in the place of the tensors they are of."""
@@ -314,14 +345,17 @@ class PackedCopies(NamedTuple):
                 tensors[row] = copy
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Queue the copies, as integers, because a device may change the bits of a NaN."""
-        layout, raw = self.layout, raw_dtype(self.flat)
-        flat, sources = self.flat.view(raw), [tensors[rows[0]].view(raw) for rows in layout.rows]
+        """Queue the copies; as integers, because a device may change the bits of a NaN. CUDA copies bits."""
+        layout, flat, sources = self.layout, self.flat, [tensors[rows[0]] for rows in self.layout.rows]
+        raw = flat.dtype
+        if not (layout.contiguous and flat.is_cuda):
+            raw = raw_dtype(flat)
+            flat, sources = flat.view(raw), list(map(torch.Tensor.view, sources, repeat(raw)))
         if not layout.contiguous:
             copies = flat.split_with_sizes(layout.sizes)[1::2]
             torch._foreach_copy_(list(map(torch.Tensor.view, copies, layout.shapes)), sources)
             return
-        parts = list(map(torch.Tensor.view, sources, repeat(-1)))
+        parts = list(map(torch.Tensor.ravel, sources))
         if any(layout.sizes[::2]):
             gap = torch.empty(ALIGNMENT, dtype=raw, device=flat.device)
             parts = [each for size, part in zip(layout.sizes[::2], parts, strict=True) for each in (gap[:size], part)]
@@ -377,12 +411,13 @@ def _queue_copies(device: torch.device, tensors: Sequence[torch.Tensor], packed:
 
 
 def _chosen_for_copy(
-    tensors: Sequence[torch.Tensor], on_device: list[int], staging: str, optimizers: Sequence[Optimizer]
+    tensors: Sequence[torch.Tensor], places: _Places, staging: str, optimizers: Sequence[Optimizer]
 ) -> tuple[list[int], bool]:
     """Return the rows that are copied on the device, and whether the rest cannot change until it is copied."""
+    on_device = places.on_device
     if staging == "host":
         return [], False
-    if staging == "device" or (staging == "auto" and not _without_room(tensors, on_device)):
+    if staging == "device" or (staging == "auto" and not _without_room(places.nbytes)):
         return on_device, True
     if staging == "overlap" and not optimizers:
         if on_device:
@@ -391,7 +426,7 @@ def _chosen_for_copy(
     chosen = rows_outside_optimizers(tensors, on_device, optimizers)
     if staging == "overlap":
         return chosen, True
-    full = _without_room(tensors, chosen)
+    full = _without_room(_nbytes_by_device(tensors, chosen))
     return [at for at in chosen if tensors[at].device not in full], not full
 
 
@@ -402,11 +437,8 @@ def _warn_without_optimizer() -> None:
     )
 
 
-def _without_room(tensors: Sequence[torch.Tensor], rows: list[int]) -> set[torch.device]:
-    """Return the devices on which copies of these tensors would take too much memory."""
-    wanted: Counter[torch.device] = Counter()
-    for row in rows:
-        wanted[tensors[row].device] += tensors[row].nbytes
+def _without_room(wanted: Counter[torch.device]) -> set[torch.device]:
+    """Return the devices on which copies of so many bytes would take too much memory."""
     return {device for device, nbytes in wanted.items() if nbytes > _ROOM * _free_nbytes(device)}
 
 

@@ -6,7 +6,7 @@ Saving sends the columns to rank 0; loading compares them with the index. Nothin
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 
 from shardkeep.format.boxes import Boxes, IntArray, Ints, matrix_of
 from shardkeep.format.dtypes import of_torch
 from shardkeep.format.values import Container, Node, leaf_keys, part_name
-from shardkeep.state.flatten import flatten
+from shardkeep.state.flatten import KeptForms, flatten
 from shardkeep.state.leaves import (
     OrdinaryLeaf,
     OrdinaryLeaves,
@@ -30,7 +29,7 @@ from shardkeep.state.leaves import (
     is_tensor,
     split_dtensors,
 )
-from shardkeep.state.names import all_modules
+from shardkeep.state.names import ModuleTree
 from shardkeep.state.objects import is_tensor_or_object
 
 
@@ -60,6 +59,7 @@ class KeptDescriptions:
     _MOST = 2
 
     def __init__(self) -> None:
+        self.forms: KeptForms = []
         self._kept: list[tuple[OrdinaryLeaves, Description]] = []
 
     def find(self, keys: list[str], leaves: OrdinaryLeaves) -> Description | None:
@@ -71,6 +71,7 @@ class KeptDescriptions:
         self._kept = [(known, columns), *self._kept][: self._MOST]
 
     def clear(self) -> None:
+        self.forms = []
         self._kept = []
 
 
@@ -85,12 +86,24 @@ def describe(
     kept: KeptDescriptions | None = None,
 ) -> Description:
     """Describe a state to save, or, if `filling`, to load into; `flattened` is its leaves and skeleton, if they are known."""
-    flat, tree = flattened or flatten(state, rank=rank, is_tensor=is_tensor_or_object, in_place_of=in_place_of or {})
+    flat, tree = flattened or flatten(
+        state,
+        rank=rank,
+        is_tensor=is_tensor_or_object,
+        in_place_of=in_place_of or {},
+        kept=kept.forms if kept else None,
+    )
     if selected is not None:
         flat = {key: leaf for key, leaf in flat.items() if selected(key)}
-    plain = torch.Tensor
-    tensors = {key: leaf for key, leaf in flat.items() if type(leaf) is plain or is_tensor(leaf)}
-    values = {key: leaf for key, leaf in flat.items() if key not in tensors} if len(tensors) < len(flat) else {}
+    kinds = list(map(type, flat.values()))
+    always = {kind for kind in {*kinds} if issubclass(kind, torch.Tensor)}
+    values = {
+        key: leaf
+        for (key, leaf), kind in zip(flat.items(), kinds, strict=True)
+        if kind not in always and not is_tensor(leaf)
+    }
+    tensors = {**flat}
+    deque(map(tensors.__delitem__, values), maxlen=0)
     return describe_leaves(tensors, tree=tree, values=values, filling=filling, kept=kept)
 
 
@@ -188,10 +201,10 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """Buffers that torch's own layers change in a forward pass, by which they are known in a plain state dict."""
 
 
-def find_buffers(d: Description, modules: Iterable[nn.Module]) -> npt.NDArray[np.bool_]:
+def find_buffers(d: Description, modules: Iterable[ModuleTree]) -> npt.NDArray[np.bool_]:
     """Return which tensors are buffers: of these modules, by their memory, or of a normalisation layer, by their name."""
     found = np.array([key.endswith(_STATISTICS) for key in d.keys], bool)
-    buffers = [buffer for module in modules for part in all_modules(module) for buffer in part._buffers.values()]
+    buffers = [buffer for tree in modules for part in tree.modules for buffer in part._buffers.values()]
     plain = [each if type(each) is torch.Tensor else getattr(each, "_local_tensor", None) for each in buffers]
     memory = {each.data_ptr() for each in plain if type(each) is torch.Tensor} - {0}
     if memory:

@@ -11,8 +11,11 @@ from __future__ import annotations
 import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import methodcaller
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -22,6 +25,8 @@ from shardkeep.state.leaves import EveryRank, PerRank, TreePath, is_dtensor, is_
 
 _SCALARS: Final = frozenset({type(None), bool, int, float, complex, str, bytes})
 _NOTHING: Final[Mapping[str, Any]] = {}
+_MAPPINGS: Final = frozenset({dict, OrderedDict})
+_values_of = methodcaller("values")
 
 
 def is_container(value: Any) -> bool:
@@ -83,20 +88,134 @@ def is_per_rank_name(name: str, rank: int) -> bool:
 
 
 def flatten(
-    state: Mapping[str, Any], *, rank: int, is_tensor: Callable[[Any], bool], in_place_of: Mapping[str, Any] = _NOTHING
+    state: Mapping[str, Any],
+    *,
+    rank: int,
+    is_tensor: Callable[[Any], bool],
+    in_place_of: Mapping[str, Any] = _NOTHING,
+    kept: KeptForms | None = None,
 ) -> tuple[dict[str, Any], Container]:
     """
     Return the leaves of a state by flat name, in order, and its skeleton; nothing is copied.
 
     `is_tensor` is true of leaves that make a list worth opening. `in_place_of` holds, by flat name, the containers to walk
-    in place of the objects whose state they are.
+    in place of the objects whose state they are. If a state of the same form was `kept`, its names and the same skeleton
+    are returned.
     """
     walk = _StateWalk(state, rank, is_tensor, in_place_of)
+    for form in kept or ():
+        if (known := form.leaves_of(state, walk)) is not None:
+            return known, form.tree
     leaves: dict[str, Any] = {}
     tree = walk.take(state, walk.kinds[type(state)], None, leaves)
     if walk.leaf_count != len(leaves):
         refuse_collisions(tree)
+    if kept is not None and (new := _form_of(state, tree, list(leaves), walk)) is not None:
+        kept[:] = [new, *kept[: _MOST_FORMS - 1]]
     return leaves, tree
+
+
+class _Level(NamedTuple):
+    """The containers of a state at one depth: their keys, how many each has, and what their children are."""
+
+    keys: list[str]
+    counts: list[int]
+    types: list[type]
+    replaced: list[tuple[int, str]]
+    """Children in whose place others are walked."""
+    lists: list[tuple[int, str]]
+    """Lists and tuples, and as which kind of container they are opened; "" if they are leaves."""
+    opened: list[tuple[int, str]]
+    """Containers, which make up the next level, and their kinds."""
+
+
+@dataclass(frozen=True)
+class StateForm:
+    """All that the names in a state follow from. It is compared level by level, without a step of Python for each child."""
+
+    root: type
+    levels: list[_Level]
+    names: list[str]
+    order: list[int]
+    """Of each leaf: where it is among the children of all levels."""
+    tree: Container
+
+    def leaves_of(self, state: Mapping[str, Any], walk: _StateWalk) -> dict[str, Any] | None:
+        """Return the leaves of a state by name if it has this form."""
+        replaced = {name for each in self.levels for _, name in each.replaced}
+        if type(state) is not self.root or replaced != walk.in_place_of.keys():
+            return None
+        level: Sequence[Mapping[str, Any]] = [state]
+        found: list[Any] = []
+        for known in self.levels:
+            keys = list(chain.from_iterable(level))
+            if list(map(len, level)) != known.counts or keys != known.keys or not {*map(type, keys)} <= {str}:
+                return None
+            values = list(chain.from_iterable(map(_values_of, level)))
+            for at, name in known.replaced:
+                values[at] = walk.in_place_of[name]
+            if list(map(type, values)) != known.types or any(walk.kind(values[at]) != kind for at, kind in known.lists):
+                return None
+            level = [_as_mapping(values[at], kind, walk.rank) for at, kind in known.opened]
+            found += values
+        return dict(zip(self.names, map(found.__getitem__, self.order), strict=True))
+
+
+KeptForms = list[StateForm]
+"""Those of the last states. They hold no leaf."""
+_MOST_FORMS = 4
+
+
+def _as_mapping(value: Any, kind: str, rank: int) -> Mapping[str, Any]:
+    """Return a container as a mapping whose keys are text, if those of the container itself are of another type."""
+    if kind in ("dict", "odict"):
+        return value  # type: ignore[no-any-return]
+    return {str(part): child for part, child in state_items(value, kind, rank)}
+
+
+def _form_of(state: Any, tree: Container, names: list[str], walk: _StateWalk) -> StateForm | None:
+    """Return the form of a state that was walked; None if it has mappings or keys that a comparison may take for others."""
+    levels: list[_Level] = []
+    level: list[tuple[Any, Container]] = [(state, tree)]
+    parents = {parent for parent, _ in walk.replaced}
+    begins: dict[int, int] = {}
+    """Of each container, by the id of its skeleton: where its children begin among those of all levels."""
+    end = 0
+    while level:
+        known, below = _Level([], [], [], [], [], []), list[tuple[Any, Container]]()
+        for container, node in level:
+            mapping = _as_mapping(container, node.kind, walk.rank)
+            if type(mapping) not in _MAPPINGS or not {*map(type, mapping)} <= {str}:
+                return None
+            values, start = list(mapping.values()), len(known.keys)
+            begins[id(node)] = end + start
+            for at, (part, _) in enumerate(node.children if id(container) in parents else ()):
+                if (name := walk.replaced.get((id(container), part))) is not None:
+                    values[at] = walk.in_place_of[name]
+                    known.replaced.append((start + at, name))
+            types = list(map(type, values))
+            if any(walk.kinds[cls] for cls in {*types}):
+                for at, (value, (_, inner)) in enumerate(zip(values, node.children, strict=True), start):
+                    kind = "" if inner is None else inner.kind
+                    if walk.kinds[type(value)] in ("list", "tuple"):
+                        known.lists.append((at, kind))
+                    if inner is not None:
+                        known.opened.append((at, kind))
+                        below.append((value, inner))
+            known.keys.extend(mapping)
+            known.types.extend(types)
+            known.counts.append(len(values))
+        levels.append(known)
+        end, level = end + len(known.keys), below
+    return StateForm(type(state), levels, names, list(_places_of_leaves(tree, begins)), tree)
+
+
+def _places_of_leaves(node: Container, begins: Mapping[int, int]) -> Iterator[int]:
+    for at, (_, child) in enumerate(node.children, begins[id(node)]):
+        if child is None:
+            yield at
+        else:
+            yield from _places_of_leaves(child, begins)
 
 
 def refill(
@@ -130,7 +249,7 @@ class _Kinds(dict[type, str]):
 class _StateWalk:
     """One walk over one state: which values are containers, and the flat names of their children."""
 
-    __slots__ = ("_in_place_of", "_is_tensor", "_open", "_rank", "kinds", "leaf_count")
+    __slots__ = ("_is_tensor", "_open", "in_place_of", "kinds", "leaf_count", "rank", "replaced")
 
     def __init__(self, state: Any, rank: int, is_tensor: Callable[[Any], bool], in_place_of: Mapping[str, Any]) -> None:
         if not isinstance(state, Mapping):
@@ -138,9 +257,11 @@ class _StateWalk:
                 f"the state is a {type(state).__qualname__}, expected a mapping",
                 hint='pass a dict, such as {"model": ..., "step": 10}',
             )
-        self._rank = rank
+        self.rank = rank
         self._is_tensor = is_tensor
-        self._in_place_of = in_place_of
+        self.in_place_of = in_place_of
+        self.replaced: dict[tuple[int, Any], str] = {}
+        """The names in `in_place_of` that were met, by the id of their parent and the key there."""
         # The containers the walk is inside of, by id, with kind and name: meeting one again means a cycle.
         self._open: dict[int, tuple[str, str | None]] = {}
         self.kinds = _Kinds(dict.fromkeys((*_SCALARS, torch.Size), ""))
@@ -151,15 +272,16 @@ class _StateWalk:
         # Written out and not shared with `put` by a generator, which would double the time of a large state.
         self._enter(value, kind, name)
         prefix = "" if name is None else f"{name}."
-        kinds, in_place_of = self.kinds, self._in_place_of
+        kinds, in_place_of = self.kinds, self.in_place_of
         children: list[tuple[Part, Node]] = []
         inner = 0
-        for part, child in value.items() if kind == "dict" else state_items(value, kind, self._rank):
+        for part, child in value.items() if kind == "dict" else state_items(value, kind, self.rank):
             own = prefix + part if type(part) is str and part.isascii() else _checked_name(name, kind, part)
             if own in in_place_of:
                 child = in_place_of[own]  # noqa: PLW2901 - from here on this is the child
+                self.replaced[id(value), part] = own
             # By type first: nearly all children are leaves, and the type of a leaf decides.
-            if kinds[type(child)] and (child_kind := self._kind(child)):
+            if kinds[type(child)] and (child_kind := self.kind(child)):
                 children.append((part, self.take(child, child_kind, own, leaves)))
                 inner += 1
             else:
@@ -173,10 +295,10 @@ class _StateWalk:
         """Put new leaves below one container; return it, or the tuple that replaces it."""
         self._enter(value, kind, name)
         changes: list[tuple[Part, Any]] = []
-        for part, present in state_items(value, kind, self._rank):
+        for part, present in state_items(value, kind, self.rank):
             own = _checked_name(name, kind, part)
-            child = self._in_place_of.get(own, present)
-            child_kind = self._kind(child)
+            child = self.in_place_of.get(own, present)
+            child_kind = self.kind(child)
             new = self.put(child, child_kind, own, leaves, dry=dry) if child_kind else leaves.get(own, child)
             if new is not child:
                 changes.append((part, new))
@@ -192,7 +314,7 @@ class _StateWalk:
             raise UnsupportedLeaf(f"{_spell(name)} is a PerRank inside a PerRank", hint="remove the inner PerRank")
         self._open[id(value)] = (kind, name)
 
-    def _kind(self, value: Any) -> str:
+    def kind(self, value: Any) -> str:
         kind = self.kinds[type(value)]
         if type(value) is dict:  # the usual case, decided early
             return kind

@@ -33,6 +33,7 @@ from shardkeep.state.names import (
     FLAT_PARAM,
     FQN_MODIFIERS,
     LiveItem,
+    ModuleTree,
     all_canonical,
     canonical_key,
     fsdp_modules,
@@ -108,9 +109,10 @@ def checked_options(
             hint="pass StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)",
         )
     modifiers = options.dsd_fqn_modifiers
-    canonical = all_canonical(model, fqn_modifiers=modifiers)
-    live = list(live_state(model, modifiers, canonical=canonical))
-    wrappers = fsdp_modules(model)
+    tree = ModuleTree(model)
+    canonical = all_canonical(tree, fqn_modifiers=modifiers)
+    live = list(live_state(tree, modifiers, canonical=canonical))
+    wrappers = fsdp_modules(tree)
     chosen = set(submodules or ())
     named = model.named_modules(remove_duplicate=False) if chosen else ()
     inside = [canonical_key(model, name, fqn_modifiers=modifiers) for name, module in named if module in chosen]
@@ -359,7 +361,7 @@ def fsdp1_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Any, *,
     """Convert an optimizer's state dict to FSDP1's names of parameters, or (`to_load`) back; empty on ranks that get none."""
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy  # noqa: PLC0415 - slow
 
-    outermost = cast("Any", fsdp_modules(model)[0])
+    outermost = cast("Any", fsdp_modules(ModuleTree(model))[0])
     hybrid = outermost.sharding_strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
     # None, all ranks, if the outermost wrapper also replicates.
     group = None if hybrid or isinstance(outermost.process_group, tuple) else outermost.process_group

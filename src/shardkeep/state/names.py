@@ -12,6 +12,8 @@ import functools
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
+from operator import contains, itemgetter
 from typing import Any
 
 from torch import nn
@@ -75,15 +77,35 @@ def state_dict_key(module: nn.Module, name: str, *, fqn_modifiers: str = FQN_MOD
     return _resolve(module, name, fqn_modifiers, _IN_KEYS, lenient=True)[0]
 
 
-def all_canonical(module: nn.Module, *, fqn_modifiers: str = FQN_MODIFIERS) -> bool:
+class ModuleTree:
+    """Every module inside a module, itself included."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.named: list[tuple[str, nn.Module]] = []
+        """Under every name that it has."""
+        self._add(root, "")
+        self.modules = list(dict.fromkeys([part for _, part in self.named]))
+
+    def _add(self, part: nn.Module, prefix: str) -> None:
+        # Without torch's generator for every level: training waits for this.
+        if type(part).named_modules is not _NAMED_MODULES or "named_modules" in part.__dict__:
+            self.named.extend(part.named_modules(set(), prefix, remove_duplicate=False))
+            return
+        self.named.append((prefix, part))
+        for name, child in part._modules.items():
+            if child is not None:
+                self._add(child, f"{prefix}.{name}" if prefix else name)
+
+
+def all_canonical(tree: ModuleTree, *, fqn_modifiers: str = FQN_MODIFIERS) -> bool:
     """Return True if every name in a module is canonical, because nothing in it wraps or hides anything."""
-    parts = all_modules(module)
-    if any(_wrapped_attribute(kind) is not None or hasattr(kind, fqn_modifiers) for kind in {*map(type, parts)}):
+    if any(_wrapped_attribute(kind) is not None or hasattr(kind, fqn_modifiers) for kind in {*map(type, tree.modules)}):
         return False
-    return not any(
-        FLAT_PARAM in part._parameters or CHECKPOINT_MODULE in part._modules or fqn_modifiers in part.__dict__
-        for part in parts
-    )
+    parts = list(map(vars, tree.modules))
+    hides = any(map(contains, map(itemgetter("_parameters"), parts), repeat(FLAT_PARAM)))
+    wraps = any(map(contains, map(itemgetter("_modules"), parts), repeat(CHECKPOINT_MODULE)))
+    return not (hides or wraps or any(map(contains, parts, repeat(fqn_modifiers))))
 
 
 def parameter_names(items: Iterable[LiveItem]) -> dict[nn.Parameter, tuple[str, ...]]:
@@ -95,9 +117,9 @@ def parameter_names(items: Iterable[LiveItem]) -> dict[nn.Parameter, tuple[str, 
     return {parameter: tuple(found) for parameter, found in names.items()}
 
 
-def fsdp_modules(model: nn.Module) -> list[nn.Module]:
-    parts = all_modules(model)
-    return [part for part, kind in zip(parts, map(type, parts), strict=True) if _wrapped_attribute(kind) == FSDP_MODULE]
+def fsdp_modules(tree: ModuleTree) -> list[nn.Module]:
+    kinds = {kind for kind in set(map(type, tree.modules)) if _wrapped_attribute(kind) == FSDP_MODULE}
+    return [part for part in tree.modules if type(part) in kinds] if kinds else []
 
 
 @functools.lru_cache(maxsize=4096)  # the bases of a class never change, and were imported before it was made
@@ -180,12 +202,12 @@ class LiveItem:
 
 
 def live_state(
-    module: nn.Module, fqn_modifiers: str = FQN_MODIFIERS, *, canonical: bool | None = None
+    tree: ModuleTree, fqn_modifiers: str = FQN_MODIFIERS, *, canonical: bool | None = None
 ) -> Iterator[LiveItem]:
-    """Yield everything that `module.state_dict()` would hold, under each of its names, without calling it."""
+    """Yield everything that `state_dict()` of a module would hold, under each of its names, without calling it."""
     if canonical is None:
-        canonical = all_canonical(module, fqn_modifiers=fqn_modifiers)
-    for prefix, part in all_named_modules(module):
+        canonical = all_canonical(tree, fqn_modifiers=fqn_modifiers)
+    for prefix, part in tree.named:
         names: tuple[str, str] | None = None
         for own_name, value in _own_items(part):
             raw = f"{prefix}.{own_name}" if prefix else own_name
@@ -193,7 +215,7 @@ def live_state(
                 yield LiveItem(raw, raw, value)
                 continue
             if names is None or own_name == FLAT_PARAM:  # the way to the module is followed once for all it holds
-                found = [_resolve(module, raw, fqn_modifiers, kept, lenient=True) for kept in ((), _IN_KEYS)]
+                found = [_resolve(tree.root, raw, fqn_modifiers, kept, lenient=True) for kept in ((), _IN_KEYS)]
                 if own_name == FLAT_PARAM:
                     yield from (LiveItem(name, key, value) for name, key in zip(*found, strict=True))
                     continue
@@ -212,31 +234,32 @@ def _own_items(module: nn.Module) -> Iterator[tuple[str, Any]]:
         yield EXTRA_STATE, None
 
 
+_SAYS = ("state_dict", "_save_to_state_dict", "get_extra_state", "named_modules")
+_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
+
+
+def plain_state(tree: ModuleTree) -> dict[str, Any] | None:
+    """Return the tensors of `state_dict()` of a module, not detached; None if a class or a hook has a say in what it returns."""
+    if any(
+        getattr(kind, name) is not getattr(nn.Module, name) for kind in {*map(type, tree.modules)} for name in _SAYS
+    ):
+        return None
+    parts = list(map(vars, tree.modules))
+    if any(any(map(itemgetter(name), parts)) for name in _HOOKS) or any(
+        any(map(contains, parts, repeat(name))) for name in _SAYS
+    ):
+        return None
+    return {
+        f"{prefix}.{name}" if prefix else name: value
+        for prefix, part in tree.named
+        for name, value in (_own_items(part) if part._buffers else part._parameters.items())
+        if value is not None
+    }
+
+
 def own_method(obj: Any, name: str) -> Callable[..., Any]:
     """Return a method of an object; the method of its class if `patch_*_state_dict` replaced it."""
     found: Callable[..., Any] = getattr(obj, name)
     if getattr(found, PATCHED, False):
         found = getattr(type(obj), name).__get__(obj)
-    return found
-
-
-def all_modules(module: nn.Module) -> list[nn.Module]:
-    return list(dict.fromkeys(part for _, part in all_named_modules(module)))
-
-
-def all_named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return every module inside a module, itself included, under every name that it has."""
-    # Without torch's generator for every level: a save walks a model several times, and training waits for it.
-    found: list[tuple[str, nn.Module]] = []
-
-    def add(part: nn.Module, prefix: str) -> None:
-        if type(part).named_modules is not _NAMED_MODULES or "named_modules" in part.__dict__:
-            found.extend(part.named_modules(set(), prefix, remove_duplicate=False))
-            return
-        found.append((prefix, part))
-        for name, child in part._modules.items():
-            if child is not None:
-                add(child, f"{prefix}.{name}" if prefix else name)
-
-    add(module, "")
     return found

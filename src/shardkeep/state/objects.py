@@ -17,6 +17,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache, cached_property, partial
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -26,7 +27,7 @@ from torch.optim import Optimizer
 from shardkeep.errors import RanksDisagree, StateError, StateMismatch
 from shardkeep.format.values import join
 from shardkeep.state import optimizers
-from shardkeep.state.flatten import flatten, leaves_of, map_leaves, state_items
+from shardkeep.state.flatten import KeptForms, flatten, leaves_of, map_leaves, state_items
 from shardkeep.state.leaves import (
     EveryRank,
     PerRank,
@@ -40,7 +41,15 @@ from shardkeep.state.leaves import (
     with_attributes_of,
 )
 from shardkeep.state.modules import StateDictOptions, checked_options, model_state
-from shardkeep.state.names import EXTRA_STATE, all_canonical, fsdp_modules, live_state, own_method
+from shardkeep.state.names import (
+    EXTRA_STATE,
+    ModuleTree,
+    all_canonical,
+    fsdp_modules,
+    live_state,
+    own_method,
+    plain_state,
+)
 from shardkeep.state.state_dict import get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict
 from shardkeep.state.stored import (
     NOTHING_STORED,
@@ -78,25 +87,31 @@ def is_tensor_or_object(value: Any) -> bool:
 
 class Objects:
     def __init__(
-        self, state: Mapping[str, Any], *, rank: int, world_size: int, kept: optimizers.KeptNames | None = None
+        self,
+        state: Mapping[str, Any],
+        *,
+        rank: int,
+        world_size: int,
+        kept: optimizers.KeptNames | None = None,
+        forms: KeptForms | None = None,
     ) -> None:
-        """Find the objects; none of their methods is called yet. `kept` are the names of earlier saves."""
+        """Find the objects; none of their methods is called yet. `kept` and `forms` are of earlier saves."""
         self._rank = rank
         self._kept = optimizers.KeptNames() if kept is None else kept
-        leaves, tree = flatten(state, rank=rank, is_tensor=is_tensor_or_object)
+        leaves, tree = flatten(state, rank=rank, is_tensor=is_tensor_or_object, kept=forms)
         kinds = set(filter(_is_stateful, set(map(type, leaves.values()))))
         found = {name: leaf for name, leaf in leaves.items() if type(leaf) in kinds} if kinds else {}
         self.flattened = None if found else (leaves, tree)  # the leaves of a state without objects, and its skeleton
-        modules = {name: leaf for name, leaf in found.items() if isinstance(leaf, nn.Module)}
+        modules = {name: ModuleTree(leaf) for name, leaf in found.items() if isinstance(leaf, nn.Module)}
         self.modules = list(modules.values())
         self.optimizers = [leaf for leaf in found.values() if isinstance(leaf, Optimizer)]
-        self._fsdp1 = {name: module for name, module in modules.items() if fsdp_modules(module)}
+        self._fsdp1 = {name: tree.root for name, tree in modules.items() if fsdp_modules(tree)}
         self._memory: dict[int, Any] = {}
         self._adapters: list[Adapter] = [self._adapter(name, leaf, modules, world_size) for name, leaf in found.items()]
 
-    def _adapter(self, name: str, leaf: Any, modules: Mapping[str, nn.Module], world_size: int) -> Adapter:
+    def _adapter(self, name: str, leaf: Any, modules: Mapping[str, ModuleTree], world_size: int) -> Adapter:
         if isinstance(leaf, nn.Module):
-            return ModuleObject(name, leaf, self._memory, communicates=name in self._fsdp1)
+            return ModuleObject(name, modules[name], self._memory, communicates=name in self._fsdp1)
         # If an optimizer overrides `state_dict` or `load_state_dict`, we store exactly what it returns.
         cls: Any = type(leaf)
         if isinstance(leaf, Optimizer) and (cls.state_dict, cls.load_state_dict) == _TORCHS_METHODS:
@@ -107,7 +122,7 @@ class Objects:
             if home is None:
                 find_names = partial(optimizers.kept_names, self._kept, name, leaf, modules, self._rank)
                 return OptimizerObject(name, leaf, self._rank, find_names)
-            return FSDP1OptimizerObject(name, leaf, modules[home], f"{home}." if len(modules) > 1 else "")
+            return FSDP1OptimizerObject(name, leaf, self._fsdp1[home], f"{home}." if len(modules) > 1 else "")
         return StatefulObject(name, leaf, rank=self._rank, world_size=world_size)
 
     def __bool__(self) -> bool:
@@ -177,21 +192,24 @@ def _filled_part(value: Any, name: str, filled: set[str], rank: int) -> Any:
 
 
 class ModuleObject(Adapter):
-    def __init__(self, name: str, module: nn.Module, memory: dict[int, Any], *, communicates: bool) -> None:
+    def __init__(self, name: str, tree: ModuleTree, memory: dict[int, Any], *, communicates: bool) -> None:
         """Take the module, and the new memory of meta parameters by id, which all modules of a state share."""
         self.name = name
-        self._module = module
+        self._tree = tree
+        self._module = tree.root
         self._memory = memory
         self.communicates = communicates
 
     def state(self, differing: Collection[str]) -> dict[str, Any]:  # noqa: ARG002
-        return module_state(self._module)
+        # What wraps no module and hides none may still change the state that it returns.
+        plain = plain_state(self._tree) if all_canonical(self._tree) else None
+        return module_state(self._tree) if plain is None else plain
 
     def template(self, stored: StoredState, selected: Selected) -> Template:
         """Return the module's own state, which is filled in place; extra state is what was saved."""
         # What is on meta gets memory, one for each parameter, so that tied parameters stay tied.
-        state = dict(module_state(self._module))
-        for item in live_state(self._module):
+        state = dict(module_state(self._tree))
+        for item in live_state(self._tree):
             name = f"{self.name}.{item.name}"
             if item.name == EXTRA_STATE or item.name.endswith(f".{EXTRA_STATE}"):
                 if stored.has(name):
@@ -213,7 +231,7 @@ class ModuleObject(Adapter):
     def _load(self, state: dict[str, Any]) -> None:
         """Set what was not filled in place: tensors that had no memory, extra state, and what hooks made."""
         if not self.communicates:
-            own = {item.name: item.value for item in live_state(self._module) if item.value is not None}
+            own = {item.name: item.value for item in live_state(self._tree) if item.value is not None}
             customized = _customizes_state_dict(self._module)
             for name, tensor in own.items():
                 if tensor.is_meta and (name in state or customized):
@@ -226,9 +244,10 @@ class ModuleObject(Adapter):
         set_model_state_dict(self._module, state, options=StateDictOptions(strict=False))
 
 
-def module_state(module: nn.Module) -> dict[str, Any]:
+def module_state(tree: ModuleTree) -> dict[str, Any]:
     """Return a module's state by canonical name; sharded tensors stay sharded, memory is the module's own."""
-    if all_canonical(module):  # then options need not be looked up, which takes longer
+    module = tree.root
+    if all_canonical(tree):  # then options need not be looked up, which takes longer
         with torch.no_grad():
             return cast("dict[str, Any]", own_method(module, "state_dict")())
     return model_state(module, checked_options(module, (), optim_only=False))
@@ -270,7 +289,7 @@ def _same(one: Any, other: Any) -> bool:
     return (mine.alias, mine.shape, mine.dtype) == (its.alias, its.shape, its.dtype)
 
 
-_Names = dict[Any, optimizers.ParameterNames]
+_Names = tuple[dict[Any, optimizers.ParameterNames], dict[int, str]]
 
 
 class OptimizerObject(Adapter):
@@ -281,12 +300,16 @@ class OptimizerObject(Adapter):
         self._find_names = find_names
 
     @cached_property
-    def _names(self) -> _Names:
+    def _found_names(self) -> _Names:
         return self._find_names()
 
-    @cached_property
+    @property
+    def _names(self) -> dict[Any, optimizers.ParameterNames]:
+        return self._found_names[0]
+
+    @property
     def _firsts(self) -> dict[int, str]:
-        return {id(parameter): names.first for parameter, names in self._names.items()}
+        return self._found_names[1]
 
     def digests(self, *, allow_pickle: bool) -> dict[str, bytes]:
         """Return digests of plain tensors kept for a sharded parameter: they may belong to this rank's shard alone."""
@@ -299,19 +322,22 @@ class OptimizerObject(Adapter):
         return {name: digest_of(name, value, allow_pickle=allow_pickle) for name, value in found.items()}
 
     def _kept(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        firsts = self._firsts
         for parameter, kept in self._optimizer.state.items():
-            if id(parameter) in self._firsts and kept:
+            if id(parameter) in firsts and kept:
                 yield parameter, kept
 
     def state(self, differing: Collection[str]) -> dict[str, Any]:
         firsts = self._firsts
         prefix = f"{self.name}.state."
         mine = {name for name in differing if name.startswith(prefix)}
-        state = {}
-        for parameter, kept in self._kept():
-            name = firsts[id(parameter)]
-            flat = type(kept) is dict and _SINGLE_VALUES.issuperset(map(type, kept.values()))  # it nearly always is
-            state[name] = {**kept} if flat and not mine else _portable(kept, prefix + name, parameter, mine)
+        state = {firsts[id(parameter)]: kept for parameter, kept in self._kept()}
+        plain = {*map(type, state.values())} <= {dict} and not mine
+        if not plain or not _SINGLE_VALUES.issuperset(map(type, chain.from_iterable(map(dict.values, state.values())))):
+            state = {
+                (name := firsts[id(parameter)]): _portable(kept, prefix + name, parameter, mine)
+                for parameter, kept in self._kept()
+            }
         groups = (([firsts[id(each)] for each in group["params"]], group) for group in self._optimizer.param_groups)
         saved: dict[str, Any] = {"state": state, "param_groups": optimizers.groups_by_first(groups)}
         if other := {key: value for key, value in self._optimizer.state.items() if not isinstance(key, torch.Tensor)}:

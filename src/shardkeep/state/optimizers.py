@@ -13,12 +13,13 @@ import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain, repeat
+from operator import contains
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizers
 
@@ -27,7 +28,7 @@ from shardkeep.format.values import KeyPath, part_name
 from shardkeep.state.flatten import is_per_rank_name
 from shardkeep.state.leaves import with_attributes_of
 from shardkeep.state.modules import PARAM_GROUPS, PARAMS
-from shardkeep.state.names import FQN_MODIFIERS, all_named_modules, live_state, parameter_names
+from shardkeep.state.names import FQN_MODIFIERS, ModuleTree, live_state, parameter_names
 from shardkeep.state.stored import UNFILLED, Selected, StoredLeaf, StoredState, allocate_leaf, build_containers
 
 LR = "lr"
@@ -49,10 +50,10 @@ class ParameterNames(NamedTuple):
 
 
 def name_parameters(
-    name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module], rank: int
+    name: str, optimizer: Optimizer, modules: Mapping[str, ModuleTree], rank: int
 ) -> dict[Any, ParameterNames]:
     """Name every parameter of the optimizer called `name` by the modules in the same state."""
-    tables = {own: parameter_names(live_state(module)) for own, module in modules.items()}
+    tables = {own: parameter_names(live_state(tree)) for own, tree in modules.items()}
     named = (zip(group[PARAMS], group.get("param_names", ()), strict=False) for group in optimizer.param_groups)
     given = {parameter: str(own) for pairs in named for parameter, own in pairs}
     per_rank = set() if is_per_rank_name(name, rank) else {own for own in modules if is_per_rank_name(own, rank)}
@@ -84,35 +85,42 @@ def name_parameters(
     return names
 
 
-KeptNames = WeakKeyDictionary[Optimizer, tuple[Any, dict[Any, ParameterNames]]]
+KeptNames = WeakKeyDictionary[Optimizer, tuple[Any, dict[Any, ParameterNames], dict[int, str]]]
 """The names of the last save of each optimizer, and all that they follow from."""
 
 
 def kept_names(
-    kept: KeptNames, name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module], rank: int
-) -> dict[Any, ParameterNames]:
-    """Return what `name_parameters` does: the names of the last save, if the same parameters are in the same places."""
+    kept: KeptNames, name: str, optimizer: Optimizer, modules: Mapping[str, ModuleTree], rank: int
+) -> tuple[dict[Any, ParameterNames], dict[int, str]]:
+    """Return what `name_parameters` does, and the first names by id: those of the last save, if the places are the same."""
     places = _places(name, optimizer, modules, rank)
-    known, names = kept.get(optimizer, (None, {}))
+    known, names, firsts = kept.get(optimizer, (None, {}, {}))
     if known is None or known != places:
         names = name_parameters(name, optimizer, modules, rank)
-        kept[optimizer] = places, names  # keeps the parameters: no other one gets the id of one of them
-    return names
+        firsts = {id(parameter): found.first for parameter, found in names.items()}
+        kept[optimizer] = places, names, firsts  # keeps the parameters: no other one gets the id of one of them
+    return names, firsts
 
 
-def _places(name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module], rank: int) -> Any:
+def _places(name: str, optimizer: Optimizer, modules: Mapping[str, ModuleTree], rank: int) -> Any:
     """Return all that the names of the optimizer's parameters follow from; None if a module chooses names for what it hides."""
     groups = [([*map(id, group[PARAMS])], [*group.get("param_names", ())]) for group in optimizer.param_groups]
     places: list[Any] = [name, rank, groups]
-    for own, module in modules.items():
-        parts = all_named_modules(module)
-        kinds = {type(part) for _, part in parts}
-        if any(hasattr(kind, FQN_MODIFIERS) for kind in kinds):
+    for own, tree in modules.items():
+        kinds = [type(part) for _, part in tree.named]
+        if any(hasattr(kind, FQN_MODIFIERS) for kind in {*kinds}):
             return None
-        if any(FQN_MODIFIERS in part.__dict__ for _, part in parts):
+        if any(map(contains, map(vars, tree.modules), repeat(FQN_MODIFIERS))):
             return None
-        places += own, [(prefix, type(part), *part._parameters) for prefix, part in parts]
-        places.append([id(each) for _, part in parts for each in part._parameters.values()])
+        held = [part._parameters for _, part in tree.named]
+        places += (
+            own,
+            [prefix for prefix, _ in tree.named],
+            kinds,
+            list(map(len, held)),
+            list(chain.from_iterable(held)),
+        )
+        places.append(list(map(id, chain.from_iterable([parameters.values() for parameters in held]))))
     return places
 
 

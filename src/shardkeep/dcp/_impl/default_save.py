@@ -64,6 +64,7 @@ from shardkeep.plan.stamped_plan import StampedPlan, plan_stamped
 from shardkeep.state.describe import Description, describe_leaves, find_buffers
 from shardkeep.state.flatten import flatten_sharded_tensors, flatten_state_dict
 from shardkeep.state.leaves import ShardedBox, has_part, is_dtensor, is_ordinary
+from shardkeep.state.names import ModuleTree
 from shardkeep.storage import file_systems
 from shardkeep.storage.base import Store
 
@@ -211,7 +212,7 @@ class DefaultSave(SaveLayout):
         sent = _SentState([item for item, _ in items], names, paths)
         samples: Callable[[], bytes] = bytes
         if self._ranks.get_world_size() > 1:
-            buffers = find_buffers(description, self._modules)
+            buffers = find_buffers(description, map(ModuleTree, self._modules))
             flags |= buffers * np.uint8(save_plan.BUFFER)
             samples = sample_replicas(description, ~buffers)
         count = len(description.keys)
