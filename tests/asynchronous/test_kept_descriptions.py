@@ -22,7 +22,14 @@ SAVES = {"save": sk.save, "async_save": lambda state, where: sk.async_save(state
 
 
 def state():
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2, bias=False))
+    optimizer = torch.optim.AdamW(net[:2].parameters())
+    net(torch.ones(3, 2)).sum().backward()
+    optimizer.step()
     return {
+        "net": net,
+        "optim": optimizer,
+        "counts": {1: {"a": 1}, 2: {"b": 2}},
         "model": {"w": torch.arange(16.0).view(4, 4), "v": torch.arange(16.0, 32.0).view(4, 4), "z": torch.ones(6)},
         "complex": torch.arange(4.0) + 1j,
         "step": 1,
@@ -48,7 +55,27 @@ def swapped(state):
     model["w"], model["v"] = model["v"], model["w"]
 
 
+def replaced(state):
+    net, kept = state["net"], state["optim"].state
+    before, net[1].bias = net[1].bias, torch.nn.Parameter(torch.ones(2))
+    state["optim"].param_groups[0]["params"][-1], kept[net[1].bias] = net[1].bias, kept.pop(before)
+
+
 CHANGES = {
+    "a parameter was replaced": replaced,
+    "a module was added": lambda state: state["net"].append(torch.nn.Linear(1, 1)),
+    "a module was replaced": lambda state: state["net"].insert(1, torch.nn.LayerNorm(2, elementwise_affine=False)),
+    "a buffer is not saved": lambda state: state["net"][1]._non_persistent_buffers_set.add("running_mean"),
+    "a state_dict of its own": lambda state: setattr(state["net"][0], "_save_to_state_dict", lambda *_: None),
+    "a hook": lambda state: state["net"].register_state_dict_post_hook(
+        lambda _, found, *__: found.pop("0.bias") is None or None
+    ),
+    "optimizer state": lambda state: state["optim"].state[state["net"][0].bias].update(exp_avg=torch.ones(2)),
+    "no optimizer state": lambda state: state["optim"].state.pop(state["net"][0].bias),
+    "another group": lambda state: state["optim"].add_param_group({"params": [state["net"][2].weight]}),
+    "another kind of key": lambda state: state.update(counts={True: {"a": 1}, 2: {"b": 2}}),
+    "moved to the next": lambda state: state.update(counts={1: {"a": 1, "b": 2}, 2: {}}),
+    "a hyper-parameter": lambda state: state["optim"].param_groups[0].update(betas=(0.5, 0.5)),
     "values": in_place(lambda w: w.neg_()),
     "another tensor": put("w", torch.clone),
     "another shape in place": in_place(lambda w: w.resize_(2, 8)),
@@ -101,6 +128,7 @@ def test_every_change_is_noticed(kind, how):
     found, wanted = sk.open(again), sk.open(fresh)
     assert bits(found.to_dict()) == bits(wanted.to_dict())
     assert found.to_dict().keys() == wanted.to_dict().keys()
+    assert str(found.to_dict().get("counts")) == str(wanted.to_dict().get("counts"))  # 1 and True are different keys
     for store in (again, fresh):
         sk.open(store).verify()
     names = [sorted(info.name.split("-")[0] for info in store.list()) for store in (again, fresh)]

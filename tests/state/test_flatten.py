@@ -1,6 +1,7 @@
 """Taking a nested state apart and putting new leaves back in place."""
 
 import collections
+import itertools
 import random
 import types
 import typing
@@ -311,6 +312,49 @@ def as_plain(value):
     if isinstance(value, tuple):
         return tuple(map(as_plain, value))
     return [as_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def changed(value, number, draw):
+    """A copy of a state in which the child that `number` reaches first is changed: a value, a key, an order or a kind."""
+    if next(number) == 0:
+        items = list(value.items()) if isinstance(value, Mapping) else []
+        keys = st.sampled_from([False, True, 0, 1, 0.0, "a", b"", None])
+        return draw(
+            st.sampled_from([Tensor(), {}, [], [1], [Tensor()], {"a": Tensor()}, PerRank({"a": 1}), 1, True])
+            | st.just(dict(items))
+            | st.just(collections.OrderedDict(items[::-1]))
+            | keys.map(lambda key: dict([*items[:-1], *((key, child) for _, child in items[-1:])]))
+        )
+    if isinstance(value, Mapping):
+        return type(value)((key, changed(child, number, draw)) for key, child in value.items())
+    if isinstance(value, PerRank):
+        return PerRank(changed(value.value, number, draw))
+    if isinstance(value, tuple | list):
+        return getattr(type(value), "_make", type(value))([changed(child, number, draw) for child in value])
+    return value
+
+
+def flat_or_error(state, **kept):
+    try:
+        leaves, tree = flatten(state, rank=0, is_tensor=is_tensor, **kept)
+    except (UnsupportedLeaf, KeyCollision) as exc:
+        return str(exc)
+    return [(name, id(leaf)) for name, leaf in leaves.items()], encode_tree(tree)
+
+
+@settings(max_examples=100, deadline=None)
+@given(states, st.data())
+def test_a_state_that_has_changed_is_flattened_as_if_no_form_was_kept(state, data):
+    """Whatever changes in keys, values and kinds of containers, and however little, is noticed."""
+    forms, instead = [], {"training": training_state()[1]}
+    state = {**state, **instead}
+    for _ in range(4):
+        for each in ({}, instead):
+            assert flat_or_error(state, in_place_of=each, kept=forms) == flat_or_error(state, in_place_of=each)
+        numbers = [itertools.count(-data.draw(st.integers(1, 30))) for _ in range(2)]
+        state, instead = (
+            changed(each, number, data.draw) for each, number in zip((state, instead), numbers, strict=True)
+        )
 
 
 @settings(max_examples=100, deadline=None)

@@ -298,6 +298,10 @@ def _copy_on_device(
         taken.packed += packed
 
 
+_COPIED_AS_BITS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+"""By `torch.cat` under CUDA, which saves a view of each tensor as integers."""
+
+
 def _in_order(rows: list[int], order: Sequence[int]) -> list[int]:
     """Return rows in this order, and those that it lacks after them."""
     wanted = set(rows)
@@ -345,10 +349,10 @@ class PackedCopies(NamedTuple):
                 tensors[row] = copy
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Queue the copies; as integers, because a device may change the bits of a NaN. CUDA copies bits."""
+        """Queue the copies; as integers, because a device may change the bits of a NaN, and may not copy every type."""
         layout, flat, sources = self.layout, self.flat, [tensors[rows[0]] for rows in self.layout.rows]
         raw = flat.dtype
-        if not (layout.contiguous and flat.is_cuda):
+        if not (flat.is_cuda and layout.contiguous and raw in _COPIED_AS_BITS):
             raw = raw_dtype(flat)
             flat, sources = flat.view(raw), list(map(torch.Tensor.view, sources, repeat(raw)))
         if not layout.contiguous:

@@ -10,6 +10,7 @@ writers when they come to it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -308,17 +309,21 @@ class BackgroundWrite:
         self._memory = memory
         self._options = options
         self._events = events
-        arenas = memory.arenas
-        kept = arenas.nbytes - arenas.nbytes_in_use + memory.windows.nbytes
-        self._limit_nbytes = int(_FAIR_PART * available_memory() / local_ranks()) + kept
-        """How much host memory this save may copy to, beside what others have copied to."""
-        if options.staging_bytes:
-            self._limit_nbytes = options.staging_bytes - arenas.nbytes_in_use
         self.barrier = StepBarrier()
         """Before the next step of the optimizers in the state."""
         self.staged_s = 0.0
         """From the call until the state was not read any more; the caller may change it when the call has returned, too."""
         self._copied_s = 0.0
+
+    @functools.cached_property
+    def _limit_nbytes(self) -> int:
+        """How much host memory this save may copy to, beside what others have copied to."""
+        # At first use, which is not in the call if nothing lies in host memory: what is available takes a while to find out.
+        arenas = self._memory.arenas
+        if self._options.staging_bytes:
+            return self._options.staging_bytes - arenas.nbytes_in_use
+        kept = arenas.nbytes - arenas.nbytes_in_use + self._memory.windows.nbytes
+        return int(_FAIR_PART * available_memory() / local_ranks()) + kept
 
     @contextlib.contextmanager
     def releasing(self) -> Iterator[None]:
@@ -339,7 +344,7 @@ class BackgroundWrite:
             else 0
         )
         began_s = phases.now()
-        limit = max(0, self._limit_nbytes)
+        limit = max(0, self._limit_nbytes) if snapshot.on_host else 0
         taken = max(windows, self._memory.windows.nbytes_in_use)  # by this save, or by those before it
         most_nbytes = max(limit - taken, int(limit * _FOR_SMALL_TENSORS))
         with collector_paused():
@@ -347,7 +352,8 @@ class BackgroundWrite:
         copied = snapshot.layout.nbytes if snapshot.layout else 0
         # The arena may be larger than the copy, if it was kept from an earlier save.
         arena_nbytes = snapshot.arena.view.nbytes if snapshot.arena else 0
-        self._limit_nbytes = 0 if snapshot.refused else limit - arena_nbytes
+        if snapshot.on_host:
+            self._limit_nbytes = 0 if snapshot.refused else limit - arena_nbytes
         if self._options.staging_bytes:  # windows are kept from earlier saves, which may have had more room
             self._memory.windows.shrink(max(windows, self._limit_nbytes))
         if copied >= _WORTH_NOTING_NBYTES:

@@ -26,6 +26,8 @@ from shardkeep.state.leaves import EveryRank, PerRank, TreePath, is_dtensor, is_
 _SCALARS: Final = frozenset({type(None), bool, int, float, complex, str, bytes})
 _NOTHING: Final[Mapping[str, Any]] = {}
 _MAPPINGS: Final = frozenset({dict, OrderedDict})
+_COMPARABLE: Final = frozenset({str, int, bool, bytes, type(None)})
+"""Types of keys of which no two differ that are equal."""
 _values_of = methodcaller("values")
 
 
@@ -118,7 +120,8 @@ def flatten(
 class _Level(NamedTuple):
     """The containers of a state at one depth: their keys, how many each has, and what their children are."""
 
-    keys: list[str]
+    keys: list[Part]
+    kinds_of_keys: list[type]
     counts: list[int]
     types: list[type]
     replaced: list[tuple[int, str]]
@@ -145,11 +148,15 @@ class StateForm:
         replaced = {name for each in self.levels for _, name in each.replaced}
         if type(state) is not self.root or replaced != walk.in_place_of.keys():
             return None
-        level: Sequence[Mapping[str, Any]] = [state]
+        level: Sequence[Mapping[Any, Any]] = [state]
         found: list[Any] = []
         for known in self.levels:
             keys = list(chain.from_iterable(level))
-            if list(map(len, level)) != known.counts or keys != known.keys or not {*map(type, keys)} <= {str}:
+            if (
+                list(map(len, level)) != known.counts
+                or keys != known.keys
+                or list(map(type, keys)) != known.kinds_of_keys
+            ):
                 return None
             values = list(chain.from_iterable(map(_values_of, level)))
             for at, name in known.replaced:
@@ -166,11 +173,8 @@ KeptForms = list[StateForm]
 _MOST_FORMS = 4
 
 
-def _as_mapping(value: Any, kind: str, rank: int) -> Mapping[str, Any]:
-    """Return a container as a mapping whose keys are text, if those of the container itself are of another type."""
-    if kind in ("dict", "odict"):
-        return value  # type: ignore[no-any-return]
-    return {str(part): child for part, child in state_items(value, kind, rank)}
+def _as_mapping(value: Any, kind: str, rank: int) -> Mapping[Any, Any]:
+    return value if kind in ("dict", "odict") else dict(state_items(value, kind, rank))
 
 
 def _form_of(state: Any, tree: Container, names: list[str], walk: _StateWalk) -> StateForm | None:
@@ -182,10 +186,10 @@ def _form_of(state: Any, tree: Container, names: list[str], walk: _StateWalk) ->
     """Of each container, by the id of its skeleton: where its children begin among those of all levels."""
     end = 0
     while level:
-        known, below = _Level([], [], [], [], [], []), list[tuple[Any, Container]]()
+        known, below = _Level([], [], [], [], [], [], []), list[tuple[Any, Container]]()
         for container, node in level:
             mapping = _as_mapping(container, node.kind, walk.rank)
-            if type(mapping) not in _MAPPINGS or not {*map(type, mapping)} <= {str}:
+            if type(mapping) not in _MAPPINGS or not {*map(type, mapping)} <= _COMPARABLE:
                 return None
             values, start = list(mapping.values()), len(known.keys)
             begins[id(node)] = end + start
@@ -203,6 +207,7 @@ def _form_of(state: Any, tree: Container, names: list[str], walk: _StateWalk) ->
                         known.opened.append((at, kind))
                         below.append((value, inner))
             known.keys.extend(mapping)
+            known.kinds_of_keys.extend(map(type, mapping))
             known.types.extend(types)
             known.counts.append(len(values))
         levels.append(known)
