@@ -169,7 +169,7 @@ class PartReader:
                 return
 
     def _fill(self, rows: list[int], boxes: Sequence[Box], into: Sequence[torch.Tensor]) -> None:
-        fill(self._source, np.array(rows, np.int64), Boxes.of(boxes), into, self._options)
+        fill(self._source, np.array(rows, np.int64), Boxes.of(boxes), into, self._options, keep_cached=False)
 
 
 def _boxes_of(part: TensorPart, first: int, flat: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:

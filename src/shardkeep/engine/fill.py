@@ -61,6 +61,7 @@ def fill(
     first_file: float = 0.0,
     complete: bool = True,
     decoded: dict[int, torch.dtype] | None = None,
+    keep_cached: bool = True,
 ) -> int:
     """
     Fill tensors from a checkpoint, and return the number of bytes read.
@@ -68,7 +69,7 @@ def fill(
     For each destination, `tensor` has its row in the index, `boxes` the box it wants, and `into` a tensor of the box's
     shape, on any device, of any stride and dtype. `first_file`, from 0 to 1, is where in the list of files to begin. If
     not `complete`, what the checkpoint lacks stays as it is. `decoded` gets the stored dtype of each destination that
-    only torch could decode.
+    only torch could decode. `keep_cached` is as in `read_files`.
     """
     index, sizes = source.index, data_sizes(source.record)
     source.locate(distinct(np.asarray(index.tensors.alias, np.int64)[tensor]))
@@ -103,7 +104,9 @@ def fill(
     plans = plan_files(runs, scatters, source.record.files, window_nbytes=window)
     start = int(first_file * len(plans))
     plans = plans[start:] + plans[:start]
-    nbytes = read_files(source.data_files, plans, memory, threads=threads, window_nbytes=window, keep_cached=True)
+    nbytes = read_files(
+        source.data_files, plans, memory, threads=threads, window_nbytes=window, keep_cached=keep_cached
+    )
     if spans:
         nbytes += _fill_spans(source, spans, into, options)
     if not opaque or not isinstance(source, torch_source.TorchSource):

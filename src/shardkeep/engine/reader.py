@@ -316,8 +316,9 @@ def read_files(
         return waited or not cached
 
     count = sum(len(plan.reads) for plan in plans)
-    # A single read is not worth a thread. One that copies to an accelerator needs a stream of its own.
-    alone, threads = count == 1 and scope is None and not on_accelerator, min(threads, count) or 1
+    # A single read, or a single thread, is not worth starting one. One that copies to an accelerator needs a stream of its own.
+    threads = min(threads, count) or 1
+    alone = threads == 1 and scope is None and not on_accelerator
     try:
         with windows_for(scattered.values(), window_nbytes, threads) as lend:
             run_workers(
