@@ -10,9 +10,8 @@ from __future__ import annotations
 import errno
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import count, islice
-from typing import NamedTuple
 
 import numpy as np
 
@@ -49,14 +48,14 @@ def write_torch_layout(
 ) -> pipeline.Written:
     team, began_s, commit = how.team, time.time(), Commit(store)
 
-    def describe() -> tuple[_Described, list[list[_Item]]]:
-        described, items = _describe(TorchView(source, tree=chosen.tree), source, how.options)
+    def describe() -> tuple[Contents, list[list[_Item]]]:
+        contents, items = _describe(TorchView(source, tree=chosen.tree), source, how.options)
         items.sort(key=lambda item: isinstance(item[1], pipeline.TensorPart))  # objects first
         most_nbytes = _FILE_NBYTES
         if not team.world.solo:  # so many files that all ranks have about as much to write
             fair_nbytes = sum(data.nbytes for _, data in items) // (_FILES_OF_RANK * team.world.size)
             most_nbytes = min(_FILE_NBYTES, max(_SHARED_FILE_NBYTES, fair_nbytes))
-        return described, list(item_batches(items, lambda item: item[1].nbytes, most_nbytes=most_nbytes))
+        return contents, list(item_batches(items, lambda item: item[1].nbytes, most_nbytes=most_nbytes))
 
     def begin() -> list[str]:
         taken = set(names_in(store))
@@ -69,7 +68,7 @@ def write_torch_layout(
         numbered = (f"__0_{number}{DATA_SUFFIX}" for number in count(commit.first_number()))
         return list(islice((name for name in numbered if name not in taken), len(groups)))
 
-    described, groups = team.alike(
+    contents, groups = team.alike(
         "lay out", describe, lambda it: [(name, data.nbytes) for group in it[1] for name, data in group]
     )
     names = team.on_rank_0("begin", begin, list[str])
@@ -95,7 +94,7 @@ def write_torch_layout(
         nonlocal handed_over
         sums = {name: of_file for of_rank in written for name, of_file in of_rank.items()}
         data = encode_plain_metadata(
-            encode_body(_contents(described, places), len(names)),
+            encode_body(contents, np.array([places[key] for key in contents.kinds]).reshape(-1, 4).T, len(names)),
             names,
             storage_meta=protocol.StorageMeta(checkpoint_id=store.url, save_id=str(uuid.uuid4())),
             version=protocol.CURRENT_DCP_VERSION,
@@ -118,42 +117,23 @@ def write_torch_layout(
         raise
 
 
-class _Described(NamedTuple):
-    kinds: dict[str, Kind | None]
-    shapes: list[Ints]
-    paths: dict[str, tuple[str | int, ...]]
-
-
-def _describe(view: TorchView, source: Source, options: Options) -> tuple[_Described, list[_Item]]:
+def _describe(view: TorchView, source: Source, options: Options) -> tuple[Contents, list[_Item]]:
+    """Return what is stored, each value as one item, and the items."""
     kinds: dict[str, Kind | None] = {}
     shapes: list[Ints] = []
     items: list[_Item] = []
     for key in view.paths:  # in the order of the state
         row = view.rows.get(key)
+        shapes.append(() if row is None else source.index.shape(row))
         if row is None:
             kinds[key] = None
             items.append((key, view.saved_object(key, options).getbuffer()))
         else:
-            part = pipeline.TensorPart(key, row, whole(source.index.shape(row)), source.index.dtype(row))
+            part = pipeline.TensorPart(key, row, whole(shapes[-1]), source.index.dtype(row))
             kinds[key] = part.dtype.name, False, False
             items.append((key, part))
-        shapes.append(() if row is None else source.index.shape(row))
-    return _Described(kinds, shapes, view.paths), items
-
-
-def _contents(described: _Described, places: Mapping[str, tuple[int, int, int, int]]) -> Contents:
-    """Return what is stored: each value as one item."""
-    kinds, shapes, paths = described
-    boxes = Boxes.of(list(map(whole, shapes)))
-    return Contents(
-        kinds=kinds,
-        ndim=np.array(list(map(len, shapes)), np.int64),
-        shape=boxes.sizes,
-        paths=paths,
-        value=np.arange(len(kinds)),
-        boxes=boxes,
-        places=np.array([places[key] for key in kinds], np.int64).reshape(-1, 4).T,
-    )
+    boxes, ndim = Boxes.of(list(map(whole, shapes))), np.array(list(map(len, shapes)), np.int64)
+    return Contents(kinds, ndim, boxes.sizes, view.paths, np.arange(len(kinds)), boxes), items
 
 
 def _lay_out(

@@ -10,7 +10,7 @@ import copyreg
 import logging
 import pickle
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -122,12 +122,10 @@ class Contents:
     """Of each value; 0 for objects."""
     shape: IntArray
     """Padded, like the boxes of items."""
-    paths: Mapping[str, Sequence[str | int]] | None
+    paths: Mapping[str, tuple[str | int, ...]] | None
     value: IntArray
     """Of each item, the position of its value. Every value has items, and an object has one."""
     boxes: Boxes
-    places: IntArray
-    """Of each item, in four rows: number of the file, offset, length, and where its data begin (-1: unknown)."""
 
 
 class Body(NamedTuple):
@@ -143,8 +141,11 @@ _FIELDS = "properties size chunks offsets sizes fqn offset index relative_path l
 
 
 @collector_paused()
-def encode_body(said: Contents, files: int) -> Body:
-    """Pickle values and items, which are rows of opcodes that differ in numbers only."""
+def encode_body(said: Contents, places: IntArray, files: int) -> Body:
+    """
+    Pickle values and items, which are rows of opcodes that differ in numbers only. `places` says of each item, in four rows:
+    the number of its file, offset, length, and where the data begin (-1: unknown).
+    """
     out, paths = _Writer(), said.paths or {}
     made, text = out.made, out.text
     tensor, chunk, index, place, nothing, *fields = out.begin()
@@ -179,22 +180,13 @@ def encode_body(said: Contents, files: int) -> Body:
     made += b"" if said.paths is None else b"u", text("storage_data"), b"}("
 
     def add_places(items: IntArray, where: list[_Part], *, with_start: bool) -> None:
-        of_file, begin, nbytes, data = said.places[:, items]
-        row = [
-            index,
-            fqn,
-            _ref(names[said.value[items]]),
-            offset,
-            *where,
-            b"ub",
-            place,
-            file,
-            _ref(first_file + of_file),
-        ]
-        row += [offset, _whole(begin), length, _whole(nbytes), *([start, _whole(data)] if with_start else []), b"ub"]
+        of_file, begin, nbytes, data = places[:, items]
+        row = [index, fqn, _ref(names[said.value[items]]), offset, *where, b"ub", place, file]
+        row += [_ref(first_file + of_file), offset, _whole(begin), length, _whole(nbytes)]
+        row += [start, _whole(data), b"ub"] if with_start else [b"ub"]
         made.append(_rows(*row)[0])
 
-    hint, known = np.arange(len(rows)) - np.searchsorted(value, value), said.places[3, rows] >= 0
+    hint, known = np.arange(len(rows)) - np.searchsorted(value, value), places[3, rows] >= 0
     for which in (known, ~known):
         where = [_ref(begins[which]), number, _whole(hint[which])]
         add_places(rows[which], where, with_start=which is known)
@@ -229,10 +221,18 @@ def _ref(numbers: IntArray) -> _Part:
 
 
 def _whole(numbers: IntArray) -> _Part:
-    most = numbers.max(initial=0)
-    widths = ((b"K", 1, 8), (b"M", 2, 16), (b"J", 4, 31), (b"\x8a\x08", 8, 63))
-    opcode, width = next((opcode, width) for opcode, width, bits in widths if most < 1 << bits)
-    return opcode, width, numbers
+    return *_opcode_of(int(numbers.max(initial=0))), numbers
+
+
+def _int(number: int) -> bytes:
+    opcode, nbytes = _opcode_of(number)
+    return opcode + number.to_bytes(nbytes, "little")
+
+
+def _opcode_of(most: int) -> tuple[bytes, int]:
+    """Return the opcode for whole numbers up to this one, and their bytes."""
+    widths = ((8, b"K", 1), (16, b"M", 2), (31, b"J", 4), (63, b"\x8a\x08", 8))
+    return next((opcode, nbytes) for bits, opcode, nbytes in widths if most < 1 << bits)
 
 
 def _rows(*parts: _Part) -> tuple[bytes, int]:
@@ -377,14 +377,3 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
         self.save_reduce(copyreg.__newobj__, (type(obj),), obj.__getstate__()[:5], obj=obj)  # type: ignore[attr-defined]
 
     dispatch[metadata.TensorProperties] = _save_properties
-
-
-_SMALL_INTS = [b"K" + bytes([number]) for number in range(256)]
-
-
-def _int(number: int) -> bytes:
-    if 0 <= number < 1 << 31:
-        if number < 1 << 16:
-            return _SMALL_INTS[number] if number < 1 << 8 else b"M" + number.to_bytes(2, "little")
-        return b"J" + number.to_bytes(4, "little")
-    return b"\x8a\x08" + number.to_bytes(8, "little", signed=True)

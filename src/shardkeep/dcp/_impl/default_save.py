@@ -13,10 +13,10 @@ import logging
 import math
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from itertools import count, repeat
+from itertools import chain, count, repeat
 from typing import Any, TypeGuard
 
 import msgspec
@@ -233,18 +233,14 @@ class DefaultSave(SaveLayout):
         sizes = [None if row >= len(pieces) else pieces[row].nbytes for row in rows]
         buckets = [bucket for bucket in self._writer.divide(sizes) if bucket]
         names = self._writer.new_names(f"__{self._ranks.rank}_", len(buckets))
-        where = np.full((4, len(rows)), -1, np.int64)
+        where = np.empty((4, len(rows)), np.int64)
         jobs, together_nbytes = list[FileJob](), sum(each.nbytes for each in data)
         for number, (name, bucket) in enumerate(zip(names, buckets, strict=True)):
             bucket.sort(key=lambda at: sizes[at] is not None)  # objects first
             job, placed = lay_out(name, [data[at] for at in bucket], together_nbytes=together_nbytes)
             jobs.append(job)
-            own = [rows[at] >= len(pieces) for at in bucket]
             where[0, bucket] = number
-            where[3, bucket] = [
-                -1 if its_own or each[2] is None else each[2] for its_own, each in zip(own, placed, strict=True)
-            ]
-            where[1:3, bucket] = np.array([item[:2] for item in placed]).T
+            where[1:, bucket] = np.array([(*at[:2], -1 if at[2] is None else at[2]) for at in placed]).T
         self._written = names
         return RankFiles(jobs, lambda: self._complete(jobs, where))
 
@@ -300,18 +296,8 @@ class DefaultSave(SaveLayout):
             first = len(ints(manifests[rank].row_tensor))  # items come after the rows of tensors
             answers.append(pack(np.append(rows, first + np.array(own, np.int64))))
         _check_items(keys, items)
-        planned = _Planned(
-            keys,
-            tensors,
-            pieces,
-            nbytes,
-            [flags[key] for key in keys],
-            items,
-            states,
-            to_lowest,
-            plan.sampled,
-        )
-        return planned, answers
+        flags_of = [flags[key] for key in keys]
+        return _Planned(keys, tensors, pieces, nbytes, flags_of, items, states, to_lowest, plan.sampled), answers
 
     def plan_again(self, kept: _Planned, values: list[bytes]) -> _Planned | None:
         return kept if kept.to_lowest == self._planner.dedup_save_to_lowest_rank else None
@@ -472,12 +458,11 @@ def _encode_metadata(
     files = [entry.name for each in written for entry in each.files]
     key = xxhash.xxh3_128_digest(save_plan.encode([(len(each.files), each.items) for each in written]))
     if key not in planned.encoded:
-        places, own = _places(planned, written)
-        paths = _paths(planned.states)
-        contents = _contents(planned, paths, places, own)
-        made = encode_body(contents, len(files)), _columns(planned, places, own, contents.kinds, paths)
+        places, own, places_of_own = _places(planned, written)
+        contents = _contents(planned, own)
+        body = encode_body(contents, np.concatenate([places, places_of_own], axis=1), len(files))
         planned.encoded.clear()
-        planned.encoded[key] = made
+        planned.encoded[key] = body, _columns(planned, places, own, places_of_own, contents)
     body, columns = planned.encoded[key]
     if planned.nbytes > _MOST_KEPT_NBYTES:
         planned.encoded.clear()
@@ -499,81 +484,63 @@ def pack_places(where: IntArray) -> bytes:
     return zlib.compress(pack(np.diff(where, axis=1, prepend=0)), 1)
 
 
-def _places(planned: _Planned, written: list[WrittenFiles]) -> tuple[IntArray, list[tuple[_SentItem, IntArray]]]:
-    """Return file, offset, length and start of the data of all pieces, in four rows, and of each item of its own."""
-    pieces, own, first = list[IntArray](), list[tuple[_SentItem, IntArray]](), 0
+def _places(planned: _Planned, written: list[WrittenFiles]) -> tuple[IntArray, list[_SentItem], IntArray]:
+    """Return the places of all pieces, in four rows, and all items of their own with theirs."""
+    places, own_places, first = list[IntArray](), list[IntArray](), 0
     for items, each in zip(planned.items, written, strict=True):
         where = np.cumsum(ints(zlib.decompress(each.items)).reshape(4, -1), axis=1)
         where[0] += first
         first += len(each.files)
-        count = where.shape[1] - len(items)
-        pieces.append(where[:, :count])
-        own += zip(items, where[:, count:].T, strict=True)
-    return np.concatenate(pieces, axis=1), own
+        pieces = where.shape[1] - len(items)
+        places.append(where[:, :pieces])
+        own_places.append(where[:, pieces:])
+    return np.concatenate(places, axis=1), [*chain(*planned.items)], np.concatenate(own_places, axis=1)
 
 
-def _paths(states: list[_SentState]) -> dict[str, tuple[str | int, ...]]:
-    """Return the paths of all values, in the order of the states."""
+def _contents(planned: _Planned, own: Sequence[_SentItem]) -> Contents:
+    """Return what is stored: pieces, then the items of their own."""
     paths: dict[str, tuple[str | int, ...]] = {}
-    for state in {id(each): each for each in states}.values():
+    for state in {id(each): each for each in planned.states}.values():
         named = zip(state.names, state.paths or repeat(()), strict=False)
         paths.update({name: tuple(path) for name, path in named if name not in paths})
-    return paths
-
-
-def _contents(
-    planned: _Planned,
-    paths: dict[str, tuple[str | int, ...]],
-    places: IntArray,
-    own: list[tuple[_SentItem, IntArray]],
-) -> Contents:
-    tensors, pieces = planned.tensors, planned.pieces
-    stored = {planned.keys[row] for row in np.flatnonzero(np.bincount(pieces.tensor)).tolist()}
-    stored.update(item.key for item, _ in own)
-    names = [name for name in dict.fromkeys([*paths, *planned.keys]) if name in stored]
-    row_of, kinds = dict(zip(names, count(), strict=False)), dict[str, Kind | None].fromkeys(names)
-    axes = max([tensors.shape.shape[1], *(len(item.shape) for item, _ in own)])
-    ndim, shape = np.zeros(len(names), np.int64), np.ones((len(names), axes), np.int64)
-    for item, _ in own:
+    stored = dict.fromkeys([*planned.keys, *(item.key for item in own)])
+    kinds: dict[str, Kind | None] = {name: None for name in [*paths, *stored] if name in stored}
+    row_of, tensors, pieces = dict(zip(kinds, count(), strict=False)), planned.tensors, planned.pieces
+    axes = max([pieces.axes, *(len(item.shape) for item in own)])
+    ndim, shape = np.zeros(len(kinds), np.int64), np.ones((len(kinds), axes), np.int64)
+    for item in own:
         if item.offset is not None:
             row, kinds[item.key] = row_of[item.key], _kind(item.dtype, item.flags)
             ndim[row], shape[row, : len(item.shape)] = len(item.shape), item.shape
-    rows = np.array([row_of.get(key, -1) for key in planned.keys], np.int64)
-    held = np.flatnonzero(rows >= 0)
-    ndim[rows[held]], shape[rows[held]] = tensors.ndim[held], widen(tensors.shape[held], axes, 1)
-    dtypes = {code: by_code(code).name for code in set(tensors.dtype.tolist())}
-    for key, code, flags in zip(planned.keys, tensors.dtype.tolist(), planned.flags, strict=True):
-        if key in kinds:
-            kinds[key] = _kind(dtypes[code], flags)
-    more = (
-        matrix_of([item.offset or () for item, _ in own], axes, 0),
-        matrix_of([item.sizes for item, _ in own], axes, 1),
-    )
+    rows = np.array([row_of[key] for key in planned.keys], np.int64)
+    ndim[rows], shape[rows] = tensors.ndim, widen(tensors.shape, axes, 1)
+    codes = tensors.dtype.tolist()
+    kinds |= {
+        key: _kind(by_code(code).name, flags)
+        for key, code, flags in zip(planned.keys, codes, planned.flags, strict=True)
+    }
+    begins = widen(pieces.offsets, axes, 0), matrix_of([item.offset or () for item in own], axes, 0)
+    extents = widen(pieces.sizes, axes, 1), matrix_of([item.sizes for item in own], axes, 1)
     return Contents(
         kinds=kinds,
         ndim=ndim,
         shape=shape,
         paths=None if planned.states[0].paths is None else paths,
-        value=np.append(rows[pieces.tensor], [row_of[item.key] for item, _ in own]).astype(np.int64),
-        boxes=Boxes(
-            np.concatenate([widen(pieces.offsets, axes, 0), more[0]]),
-            np.concatenate([widen(pieces.sizes, axes, 1), more[1]]),
-        ),
-        places=np.concatenate([places, np.array([place for _, place in own], np.int64).reshape(-1, 4).T], axis=1),
+        value=np.append(rows[pieces.tensor], np.array([row_of[item.key] for item in own], np.int64)),
+        boxes=Boxes(np.concatenate(begins), np.concatenate(extents)),
     )
 
 
 def _columns(
-    planned: _Planned, places: IntArray, own: list[tuple[_SentItem, IntArray]], names: Iterable[str], paths: Any
+    planned: _Planned, places: IntArray, own: Sequence[_SentItem], places_of_own: IntArray, contents: Contents
 ) -> Columns | None:
     """Return what is said of the checkpoint in columns, but for its files; None if only torch can read some tensor."""
-    objects = {item.key: place for item, place in own if item.offset is None}
-    only_torch = any(
-        item.offset is not None and (math.prod(item.sizes) or not math.prod(item.shape)) for item, _ in own
-    )
     file, offset, nbytes, start = places
-    if only_torch or np.any(start < 0):
+    # An empty part of a tensor need not be read.
+    odd = (item for item in own if item.offset is not None)
+    if np.any(start < 0) or any(math.prod(item.sizes) or not math.prod(item.shape) for item in odd):
         return None
+    objects = {item.key: place for item, place in zip(own, places_of_own[:3].T, strict=True) if item.offset is None}
     pieces, tensors = planned.pieces, planned.tensors
     order, rows = np.argsort(pieces.tensor, kind="stable"), np.arange(len(planned.keys))
     values = sorted(objects, key=str.encode)
@@ -586,9 +553,9 @@ def _columns(
         value_data=strings_of([b""] * len(values)),
         make_tree=bytes,
     )
-    of_objects = pack(np.array([objects[key][:3] for key in values], np.int64).reshape(-1, 3).T)
-    said = {name: paths.get(name) or (name,) for name in names}
-    return Columns(encode_index(index), pack(np.stack([offset, nbytes])[:, order]), of_objects, [], said, {}, "")
+    of_objects = pack(np.array([objects[key] for key in values], np.int64).reshape(-1, 3).T)
+    paths = {name: (contents.paths or {}).get(name) or (name,) for name in contents.kinds}
+    return Columns(encode_index(index), pack(np.stack([offset, nbytes])[:, order]), of_objects, [], paths, {}, "")
 
 
 def _kind(dtype: str, flags: int) -> Kind:
