@@ -290,12 +290,13 @@ def _copy_on_device(
     for device in places.nbytes:
         copied, free = sum([each.nbytes for each in segments if each.device == device]), _free_nbytes(device)
         taken.stays = taken.stays and copied <= _ROOM_TO_STAY * free
-        taken.choice = f"{way}: {format_size(copied)} copied on the device, of {format_size(free)} free there"
-        if taken.live_nbytes:
-            taken.choice += f", {format_size(taken.live_nbytes)} to the host"
+        taken.choice += f"; {device}: " if taken.choice else f"{way}: "
+        taken.choice += f"{format_size(copied)} copied on the device, of {format_size(free)} free there"
         packed = [PackedCopies.of(each) for each in segments if each.device == device]
         taken.events[device] = _queue_copies(device, tensors, packed)
         taken.packed += packed
+    if taken.live_nbytes:
+        taken.choice += f", {format_size(taken.live_nbytes)} to the host"
 
 
 _COPIED_AS_BITS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
