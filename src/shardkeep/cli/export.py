@@ -106,7 +106,8 @@ def convert(args: argparse.Namespace) -> int:
 
 def _transfer(function: Callable[..., T], args: argparse.Namespace, to: str, **how: Any) -> T:
     """Do the work; show progress and path hints, and silence the library's log, because the command prints the same."""
-    source, size, codecs = args.checkpoint, parse_size(args.shard_size, "--shard-size"), parse_codecs(args.codecs)
+    source, size = args.checkpoint, parse_size(args.shard_size, "--shard-size")
+    codecs = [name for name in map(str.strip, (args.codecs or "").split(",")) if name] or None
     work = partial(function, source, to, max_shard_bytes=size, codecs=codecs, overwrite=args.overwrite, **how)
     jobs = jobs_for(args.jobs, source)
     log = logging.getLogger("shardkeep")
@@ -132,10 +133,6 @@ def _print_written(report: ExportReport | ConvertReport, what: str, *, native: b
 def _some(names: list[str]) -> str:
     rest = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
     return ", ".join(map(out.printable, names[:_MAX_NAMED])) + rest
-
-
-def parse_codecs(text: str | None) -> list[str] | None:
-    return [name for name in map(str.strip, text.split(",")) if name] if text else None
 
 
 def parse_rename(text: str) -> tuple[str, str]:

@@ -200,7 +200,9 @@ def _list_keys(checkpoint: Checkpoint, args: argparse.Namespace) -> int:
         count = len(lines)
         print("\n".join(lines[: args.limit] if args.limit > 0 else lines))
     elif args.long:
-        _print_long(checkpoint, items)
+        for item in items:
+            print(out.titled(out.printable(item.key), f"  {contents.text_of(checkpoint, item)}", "cyan"))
+            contents.print_chunks(contents.stored_chunks(checkpoint, item) if not item.tied_to else ())
     else:
         _print_table(checkpoint, items)
     _print_rest(count, args)
@@ -221,12 +223,6 @@ def _print_table(checkpoint: Checkpoint, items: Iterable[contents.Item]) -> None
         else:
             table.add(item.key, item.dtype, contents.brief_value(checkpoint, item), "", "")
     table.print()
-
-
-def _print_long(checkpoint: Checkpoint, items: Iterable[contents.Item]) -> None:
-    for item in items:
-        print(out.titled(out.printable(item.key), f"  {contents.text_of(checkpoint, item)}", "cyan"))
-        contents.print_chunks(contents.stored_chunks(checkpoint, item) if not item.tied_to else ())
 
 
 _Branch = list[tuple[list[str], contents.Item]]

@@ -273,7 +273,11 @@ class Catalog:
                 return _of_another_program(model.record, replace(about, layout="safetensors"))
             if "pytorch_model" in " ".join(infos) and (model := find_torch_model(store)) is not None:
                 return _of_another_program(model.record, replace(about, layout="torch.save"))
-        if not infos or (self._lists_all and not any(map(_is_of_save, infos))):
+        ours = (
+            base.REMOVING_NAME in infos,
+            *(save_id_of(each) or is_data(each) or is_metadata(each) for each in infos),
+        )
+        if not infos or (self._lists_all and not any(ours)):
             return None  # a directory of something else
         return _of_torch_or_unfinished(store, infos, about)
 
@@ -290,11 +294,6 @@ def _of_another_program(record: Record, about: Entry) -> Entry:
 def _guess_step(name: str) -> int:
     found = _STEP_IN_NAME.fullmatch(name)
     return int(found[1]) if found else -1
-
-
-def _is_of_save(name: str) -> bool:
-    """Return whether a file is written by saves of a checkpoint, and by little else."""
-    return name == base.REMOVING_NAME or save_id_of(name) is not None or is_data(name) or is_metadata(name)
 
 
 def _of_torch_or_unfinished(store: base.Store, infos: Mapping[str, base.BlobInfo], entry: Entry) -> Entry:

@@ -16,7 +16,7 @@ import logging
 import operator
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -201,13 +201,14 @@ def is_commit_marker(name: str) -> bool:
     return name == RECORD_NAME or name.endswith(".metadata")
 
 
-def delete_contents(store: Store) -> None:
+def delete_contents(store: Store, names: Collection[str] | None = None) -> None:
     """
     Delete all blobs of a place, the commit marker first: an interrupted removal leaves nothing like a checkpoint.
 
-    The removal mark stays until everything else is gone, to distinguish an interrupted removal from data loss.
+    The removal mark stays until everything else is gone, to distinguish an interrupted removal from data loss. `names` are
+    those of the blobs, if they are known.
     """
-    names = {info.name for info in store.list()}
+    names = {info.name for info in store.list()} if names is None else {*names}
     if not names:
         return
     marked = _mark(store)

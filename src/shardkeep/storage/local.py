@@ -776,7 +776,7 @@ class LocalStore:
                 base.delete_contents(self.place(name))
             elif self._durable:
                 sync_directory(path)  # enough: what comes back after a power failure is marked, and swept
-            for each in names - markers - {base.REMOVING_NAME} if markers else ():
+            for each in names - {base.REMOVING_NAME}:
                 with suppress(FileNotFoundError):
                     os.unlink(os.path.join(path, each))
             # Left are the mark, and what has no blob's name or is no file: other programs left it. Links are not followed.

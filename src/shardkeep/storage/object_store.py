@@ -268,15 +268,16 @@ class ObjectStore(ConditionalPuts):
 
     def remove(self, name: str) -> None:
         place = self.place(name)
-        base.delete_contents(place)
 
         def listed(client: Any) -> list[str]:
             found = obstore().list(client, place.prefix, chunk_size=1000)
-            return [each["path"] for chunk in found for each in chunk]
+            return [path for chunk in found for each in chunk if (path := each["path"]).startswith(place.prefix)]
 
-        # What is left has no blob's name, or is deeper: other programs left it.
         paths = self.bucket.request("list", place.url, "", listed)
-        self._delete([path for path in paths if path.startswith(place.prefix)])
+        blobs = {name for path in paths if base.is_name(name := path.removeprefix(place.prefix))}
+        base.delete_contents(place, blobs)
+        # What is left has no blob's name, or is deeper: other programs left it.
+        self._delete([path for path in paths if path.removeprefix(place.prefix) not in blobs])
 
     def drop_empty(self, name: str) -> None:
         """Do nothing: a prefix without objects does not exist."""
