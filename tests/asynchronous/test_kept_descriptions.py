@@ -172,10 +172,11 @@ def test_what_is_kept_holds_no_tensor():
     assert [ref() for ref in watched] == [None] * 3
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:(The PyTorch API of nested tensors|Sparse CSR)")
 def test_many_leaves_are_described_as_one_is():
     """Lists of leaves are ordinary if each leaf is, and say the same of it."""
     leaves = [*tensors_of(many_shapes()), torch.eye(3).to_sparse(), torch.empty(2, device="meta")]
+    leaves += [torch.eye(3).to_sparse_csr(), torch.eye(3).to_mkldnn(), torch.ones(3)[:0], torch.ones(3, 0)]
     leaves += [torch.ones(3, dtype=torch.complex64).conj(), torch._neg_view(torch.ones(2)), np.ones(3), 5]
     leaves += [
         torch.nested.nested_tensor([torch.ones(2)]),

@@ -172,7 +172,7 @@ def copy_bits(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool 
 
 
 _TENSOR, _STRIDED = torch.Tensor, torch.strided
-_IS_NESTED, _LAYOUT, _DTYPE, _SHAPE, _DEVICE = map(attrgetter, ("is_nested", "layout", "dtype", "shape", "device"))
+_DTYPE, _SHAPE, _DEVICE = map(attrgetter, ("dtype", "shape", "device"))
 _TRACING_HINT = "save the tensor outside of tracing and fake modes"
 _ARRAYS = (np.ndarray, np.memmap)  # exactly these: masked and record arrays hold more than elements
 
@@ -271,20 +271,25 @@ def describe_all_ordinary(leaves: Sequence[Any], specs: list[Any]) -> OrdinaryLe
     """Return what `describe_ordinary` finds of each leaf, without a call of Python for each; None if one is not ordinary."""
     if not set(map(type, leaves)) <= _PLAIN:
         return None
-    if any(map(_IS_NESTED, leaves)) or not set(map(_LAYOUT, leaves)) <= {_STRIDED}:
+    try:
+        starts, shapes, dtypes = (
+            list(map(_TENSOR.data_ptr, leaves)),
+            list(map(_SHAPE, leaves)),
+            list(map(_DTYPE, leaves)),
+        )
+    except RuntimeError:  # tensors that are not strided have no address, and nested ones no shape
         return None
-    starts, dtypes = list(map(_TENSOR.data_ptr, leaves)), list(map(_DTYPE, leaves))
     kinds = set(dtypes)
     if (
-        not all(map(_TENSOR.is_contiguous, leaves))
+        not all(starts)  # as that of a tensor without elements
+        or not all(map(_TENSOR.is_contiguous, leaves))
         or any(map(_TENSOR.is_neg, leaves))
-        or not (all(starts) and all(map(_TENSOR.numel, leaves)))
         or any(map(_TENSOR.storage_offset, leaves))
         or not kinds <= known_to_torch().keys()
         or (any(kind.is_complex for kind in kinds) and any(map(_TENSOR.is_conj, leaves)))
     ):
         return None
-    return OrdinaryLeaves(starts, list(map(_SHAPE, leaves)), dtypes, list(map(_DEVICE, leaves)), specs)
+    return OrdinaryLeaves(starts, shapes, dtypes, list(map(_DEVICE, leaves)), specs)
 
 
 def materialize(key: str, obj: Any) -> Any:

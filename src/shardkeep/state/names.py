@@ -84,18 +84,19 @@ class ModuleTree:
         self.root = root
         self.named: list[tuple[str, nn.Module]] = []
         """Under every name that it has."""
-        self._add(root, "")
+        # Without torch's generator for every level, and without recursion: training waits for this.
+        left = [("", root)]
+        while left:
+            prefix, part = left.pop()
+            own = part.__dict__
+            if type(part).named_modules is not _NAMED_MODULES or "named_modules" in own:
+                self.named += part.named_modules(set(), prefix, remove_duplicate=False)
+                continue
+            self.named.append((prefix, part))
+            if children := own["_modules"]:
+                start = f"{prefix}." if prefix else ""
+                left += [(start + name, child) for name, child in children.items() if child is not None][::-1]
         self.modules = list(dict.fromkeys([part for _, part in self.named]))
-
-    def _add(self, part: nn.Module, prefix: str) -> None:
-        # Without torch's generator for every level: training waits for this.
-        if type(part).named_modules is not _NAMED_MODULES or "named_modules" in part.__dict__:
-            self.named.extend(part.named_modules(set(), prefix, remove_duplicate=False))
-            return
-        self.named.append((prefix, part))
-        for name, child in part._modules.items():
-            if child is not None:
-                self._add(child, f"{prefix}.{name}" if prefix else name)
 
 
 def all_canonical(tree: ModuleTree, *, fqn_modifiers: str = FQN_MODIFIERS) -> bool:
