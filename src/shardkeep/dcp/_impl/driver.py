@@ -243,7 +243,7 @@ def state_of(value: Any) -> Any:
 def _stateful_to_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a state in which stateful values are replaced by their state; how long each of them takes is logged."""
     if not _is_handled():
-        return {key: state_of(value) for key, value in state_dict.items()}
+        return {key: value if type(value) in _STATELESS else state_of(value) for key, value in state_dict.items()}
     return {
         key: logged(state_of, f"_stateful_to_state_dict.{key}", log_exceptions=True)(value)
         for key, value in state_dict.items()
