@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -197,7 +197,7 @@ class NativeSave:
     def files(self, described: DescribedState, answer: bytes, save_id: str) -> RankFiles:
         plan = msgspec.msgpack.decode(answer, type=save_plan.RankWritePlan)
         names = [data_name(file, self._world.rank, self._world.size, save_id) for file in plan.files]
-        jobs = make_file_jobs(described.description, plan, names, save_id)
+        jobs = make_file_jobs(described.description, answer, plan, names, save_id)
         codecs = FileCodecs(plan, names, self.keys)
 
         def written() -> WrittenFiles:
@@ -507,22 +507,51 @@ def _digest_all(description: Description) -> Callable[[], bytes]:
     return np.array(pairs, np.uint64).tobytes
 
 
-def make_file_jobs(d: Description, plan: save_plan.RankWritePlan, names: Sequence[str], save_id: str) -> list[FileJob]:
+class _FileChunks(NamedTuple):
+    """The chunks of a file, in order, and its header with the id of the save that made it."""
+
+    start: IntArray
+    rows: list[int]
+    cuts: dict[int, tuple[slice, ...]]
+    """Of chunks that are a part of what this rank holds, because replicas share the work."""
+    header: bytes
+
+
+def make_file_jobs(
+    d: Description, answer: bytes, plan: save_plan.RankWritePlan, names: Sequence[str], save_id: str
+) -> list[FileJob]:
     """Find the memory of every chunk that this rank writes, and build its files' headers."""
-    file, start, row = ints(plan.file), ints(plan.start), ints(plan.row)
-    boxes = boxes_of(plan, d.boxes.take(row))
+    known, first_id, files = d.derived.get("files", (b"", "", []))
+    if known != answer:  # else only the id and the memory are others than in the last save
+        first_id, files = save_id, _chunks_of_files(d, plan, save_id)
+        d.derived["files"] = answer, save_id, files
     jobs = []
-    for at, (name, planned) in enumerate(zip(names, plan.files, strict=True)):
-        mine = np.flatnonzero(file == at)
-        entries, tensors = _chunks_of_file(d, row[mine], boxes.take(mine), start[mine])
-        sidecar = plan.sidecar and planned.chain is None
-        data_nbytes, block_nbytes = planned.data_nbytes, planned.block_nbytes
-        header = build_header(
-            entries, save_id=save_id, data_nbytes=data_nbytes, block_nbytes=block_nbytes, sidecar=sidecar
-        )
-        begins, addresses, others = _sources(start[mine], tensors)
-        jobs.append(FileJob(name, header, data_nbytes, block_nbytes, begins, addresses, others, sidecar=sidecar))
+    for name, planned, each in zip(names, plan.files, files, strict=True):
+        tensors = [
+            d.pieces[row][each.cuts[at]] if at in each.cuts else d.pieces[row] for at, row in enumerate(each.rows)
+        ]
+        header = bytearray(each.header.replace(first_id.encode(), save_id.encode(), 1))  # names of tensors come later
+        begins, addresses, others = _sources(each.start, tensors)
+        sizes, sidecar = (planned.data_nbytes, planned.block_nbytes), plan.sidecar and planned.chain is None
+        jobs.append(FileJob(name, header, *sizes, begins, addresses, others, sidecar=sidecar))
     return jobs
+
+
+def _chunks_of_files(d: Description, plan: save_plan.RankWritePlan, save_id: str) -> list[_FileChunks]:
+    file, start, row = ints(plan.file), ints(plan.start), ints(plan.row)
+    boxes, found = boxes_of(plan, d.boxes.take(row)), list[_FileChunks]()
+    for at, planned in enumerate(plan.files):
+        mine = np.flatnonzero(file == at)
+        entries, cuts = _chunks_of_file(d, row[mine], boxes.take(mine), start[mine])
+        header = build_header(
+            entries,
+            save_id=save_id,
+            data_nbytes=planned.data_nbytes,
+            block_nbytes=planned.block_nbytes,
+            sidecar=plan.sidecar and planned.chain is None,
+        )
+        found.append(_FileChunks(start[mine], row[mine].tolist(), cuts, bytes(header)))
+    return found
 
 
 def boxes_of(plan: save_plan.RankWritePlan, held: Boxes) -> Boxes:
@@ -566,13 +595,12 @@ def _sources(start: IntArray, tensors: Sequence[torch.Tensor]) -> tuple[IntArray
 
 def _chunks_of_file(
     d: Description, rows: IntArray, boxes: Boxes, starts: IntArray
-) -> tuple[list[HeaderEntry], list[torch.Tensor]]:
-    """Return the entries of a file's chunks in its header, and the tensors that hold exactly their boxes."""
+) -> tuple[list[HeaderEntry], dict[int, tuple[slice, ...]]]:
+    """Return the entries of a file's chunks in its header, and which part of its row each is if it is not all of it."""
     tensors = d.row_tensor[rows]
     held = d.boxes.take(rows)
     sizes = boxes.sizes[:, : d.boxes.axes]  # the rest is padding for other ranks' tensors
     columns = zip(
-        rows.tolist(),
         tensors.tolist(),
         d.ndim[tensors].tolist(),
         d.dtype[tensors].tolist(),
@@ -584,14 +612,12 @@ def _chunks_of_file(
         strict=True,
     )
     entries: list[HeaderEntry] = []
-    pieces: list[torch.Tensor] = []
-    for at, (row, tensor, ndim, code, start, offset, size, is_whole, is_as_held) in enumerate(columns):
+    cuts: dict[int, tuple[slice, ...]] = {}
+    for at, (tensor, ndim, code, start, offset, size, is_whole, is_as_held) in enumerate(columns):
         shape, dtype = tuple(size[:ndim]), by_code(code)
         name = native.chunk_name(d.keys[tensor], None if is_whole else Box(tuple(offset[:ndim]), shape))
         kind, stored = dtype.in_safetensors(shape)
         entries.append(HeaderEntry(name, kind, stored, start, start + math.prod(shape) * dtype.itemsize))
-        piece = d.pieces[row]
-        if not is_as_held:  # replicas share the work
-            piece = piece[slices(relative(boxes.box(at, ndim), held.box(at, ndim)))]
-        pieces.append(piece)
-    return entries, pieces
+        if not is_as_held:
+            cuts[at] = slices(relative(boxes.box(at, ndim), held.box(at, ndim)))
+    return entries, cuts

@@ -48,7 +48,7 @@ def as_raw(tensor: torch.Tensor) -> torch.Tensor:
 
 def host_address(tensor: torch.Tensor) -> int:
     """Return the address of a tensor that is contiguous in host memory, else 0."""
-    return tensor.data_ptr() if tensor.device.type == "cpu" and tensor.is_contiguous() else 0
+    return tensor.data_ptr() if tensor.is_cpu and tensor.is_contiguous() else 0
 
 
 class _Matrix(NamedTuple):

@@ -8,6 +8,7 @@ import operator
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -133,6 +134,7 @@ def cut_stripes(all_of: Stripes, low: int, high: int) -> Iterator[tuple[int, int
     yield from (piece for piece in pieces if piece[0] < piece[1] and piece[2] < piece[3])
 
 
+@lru_cache(maxsize=1024)
 def strides_of(shape: Ints) -> Ints:
     """Return the strides of a row-major tensor of this shape, in elements; as in torch, an axis of size 0 counts as 1."""
     return tuple(math.prod(max(n, 1) for n in shape[axis + 1 :]) for axis in range(len(shape)))
