@@ -210,8 +210,8 @@ def sync(fd: int) -> None:
 
 
 @contextmanager
-def _opened(path: str, flags: int = os.O_RDONLY) -> Iterator[int]:
-    fd = os.open(path, flags | _O_PLAIN)
+def _opened(path: str) -> Iterator[int]:
+    fd = os.open(path, os.O_RDONLY | _O_PLAIN)
     try:
         yield fd
     finally:
@@ -387,18 +387,12 @@ def fits_cache(nbytes: int) -> bool:
     return nbytes <= _ALWAYS_CACHED_BYTES or nbytes * _CACHED_FRACTION <= available_memory()
 
 
-def fill_cache(fd: int, offset: int, nbytes: int, scratch: Scratch, *, touch: bool) -> None:
-    """Read in order. `touch`: also by the CPU, which in a virtual machine makes the first of later reads faster."""
-    # For reads in order, the kernel reads ahead into large pages. With POSIX_FADV_WILLNEED it takes small ones, which are read at
-    # two thirds of the speed, and so are all later reads of them.
-    end = offset + nbytes
-    if not touch and sys.platform.startswith("linux"):
-        with suppress(OSError), _opened(os.devnull, os.O_WRONLY) as null:  # to which nothing is copied
-            while offset < end and (sent := os.sendfile(null, fd, offset, end - offset)):
-                offset += sent
+def fill_cache(fd: int, offset: int, nbytes: int, scratch: memoryview) -> None:
+    # By reads in order, for which the kernel reads ahead into large pages. With POSIX_FADV_WILLNEED it takes small ones, which are
+    # read at two thirds of the speed, and so are all later reads of them.
+    for at in range(offset, offset + nbytes, _FILLING_BYTES):
+        if not read_at(fd, scratch[: min(_FILLING_BYTES, offset + nbytes - at)], at):
             return
-    while offset < end and (got := read_at(fd, scratch.get()[: min(_FILLING_BYTES, end - offset)], offset)):
-        offset += got
 
 
 class NewestSave:
@@ -424,14 +418,14 @@ class NewestSave:
         return worth
 
     def _read(self, paths: list[str]) -> None:
-        scratch = PerThread(lambda: aligned_buffer(_FILLING_BYTES))
+        scratch = memoryview(bytearray(_FILLING_BYTES))
         with suppress(OSError):  # a file may be replaced or deleted meanwhile
             for path in paths:
                 with _opened(path) as fd:
                     for at in range(0, os.fstat(fd).st_size, _FILLING_BYTES):
                         if self._paths is not paths:
                             return  # another save is newer
-                        fill_cache(fd, at, _FILLING_BYTES, scratch, touch=True)
+                        fill_cache(fd, at, _FILLING_BYTES, scratch)
 
 
 newest_save = per_process(NewestSave)
@@ -530,7 +524,7 @@ class _LocalReader:
             self._direct = self._direct and not self._fits_cache
             cached = self._asks_cache and (cached_bytes(self._files.buffered, offset, nbytes) or 0) >= nbytes
             if fills := not self._direct and not cached:
-                fill_cache(self._files.buffered, offset, nbytes, self._scratch, touch=False)
+                fill_cache(self._files.buffered, offset, nbytes, self._scratch.get())
             return fills
 
     def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:
