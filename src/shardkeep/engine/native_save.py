@@ -263,11 +263,10 @@ class NativeSave:
     def check_written(self, written: list[WrittenFiles]) -> None:
         sizes = dict(named for each in written for entry in each.files for named in entry.at_rest)
         if (name := first_missing(self.store, sizes)) is not None:
-            ranks = {
-                name: rank for rank, each in enumerate(written) for entry in each.files for name, _ in entry.at_rest
-            }
+            of_rank = [{name for entry in each.files for name, _ in entry.at_rest} for each in written]
+            rank = next(rank for rank, names in enumerate(of_rank) if name in names)
             raise errors.StorageError(
-                f"{self.store.url}: rank {ranks[name]} wrote {name} of {sizes[name]} bytes, but rank 0 does not find it",
+                f"{self.store.url}: rank {rank} wrote {name} of {sizes[name]} bytes, but rank 0 does not find it",
                 hint="all ranks must see one file system",
                 name=name,
             )

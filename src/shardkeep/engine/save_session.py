@@ -165,8 +165,8 @@ class PlanRequest(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
     def manifest(self, common: Mapping[bytes, RankManifest]) -> RankManifest:
         """Return the manifest, of a request that has boxes, given the common parts by digest."""
-        own = self.own or b""
-        return msgspec.structs.replace(common[self.digest], row_offsets=own, values=self.values, samples=self.samples)
+        found = common[self.digest]
+        return msgspec.structs.replace(found, row_offsets=self.own or b"", values=self.values, samples=self.samples)
 
 
 @decodable
@@ -180,8 +180,6 @@ class PlanAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     common_of: list[int] = []
 
 
-_QUICKLY = 1
-"""The level of compression."""
 _SHORT_NBYTES = 2048
 """A common part of this length is sent by each rank, because asking for it would take longer."""
 
@@ -363,7 +361,7 @@ class SaveSession:
             on_rank_0.append(planned)
             plan_id = kept_plans().keep_plan(planned) if planned.sampled else b""
             answers = {
-                body: encode(PlanAnswer(self.layout.save_id, plan_id, zlib.compress(body, _QUICKLY)))
+                body: encode(PlanAnswer(self.layout.save_id, plan_id, zlib.compress(body, 1)))
                 for body in dict.fromkeys(bodies)
             }
             return [answers[body] for body in bodies]

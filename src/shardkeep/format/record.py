@@ -137,14 +137,6 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.at_rest.values())
 
 
-class _Peek(msgspec.Struct):
-    """What says whether a record can be decoded."""
-
-    format: Any = None
-    version: Any = None
-    writer: Any = None
-
-
 def checked_step(step: Any) -> int | None:
     """Return a step as it is recorded; raise `StateError` if it is not a whole number of 64 bits."""
     if step is None:
@@ -220,17 +212,18 @@ def decode_record(data: bytes, where: str) -> Record:
             file=RECORD_NAME,
         )
     try:
-        peek = msgspec.json.decode(data, type=_Peek)
-        if peek.format != FORMAT:
+        parts = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        peek = {name: msgspec.json.decode(parts[name]) for name in ("format", "version", "writer") if name in parts}
+        if peek.get("format") != FORMAT:
             raise MalformedFile(f"{where}: not a shardkeep commit record", file=RECORD_NAME)
-        if not isinstance(peek.version, int) or peek.version > VERSION:
+        if not isinstance(peek.get("version"), int) or peek["version"] > VERSION:
             raise UnsupportedVersion(
-                f"{where}: format version {peek.version!r}, written by {peek.writer!r};"
+                f"{where}: format version {peek.get('version')!r}, written by {peek.get('writer')!r};"
                 f" this shardkeep reads up to {VERSION}",
                 hint="upgrade shardkeep",
             )
-        if peek.version < 1:
-            raise MalformedFile(f"{where}: there never was a format version {peek.version}", file=RECORD_NAME)
+        if peek["version"] < 1:
+            raise MalformedFile(f"{where}: there never was a format version {peek['version']}", file=RECORD_NAME)
         record = msgspec.json.decode(data, type=Record)
     except CheckpointError:
         raise

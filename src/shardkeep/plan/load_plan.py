@@ -91,7 +91,9 @@ def plan_load(
     want, rows = _overlapping(index, owner, requests)
     chunks, tensor = index.chunks.take(rows), owner[want]
     start, file = np.asarray(chunks.start, np.int64), np.asarray(chunks.file, np.int64)
-    stored, wanted = _as_int64(chunks), requests.boxes.take(want)
+    # Columns of an index may be narrow.
+    stored = Boxes(np.asarray(chunks.offsets, np.int64), np.asarray(chunks.sizes, np.int64))
+    wanted = requests.boxes.take(want)
     low = np.maximum(stored.offsets, wanted.offsets)
     size = np.minimum(stored.offsets + stored.sizes, wanted.offsets + wanted.sizes) - low
     source, target = Boxes(low - stored.offsets, size), Boxes(low - wanted.offsets, size)
@@ -156,10 +158,10 @@ def _tuples(boxes: Boxes, ndim: Sequence[int]) -> list[Box]:
 
 def check_tensors(index: Index, tensors: IntArray, data_nbytes: IntArray, *, aligned: bool = True) -> None:
     """Check that the stored chunks of these tensors tile them, lie inside their files and, if asked, are `aligned`."""
-    chunks, local, boxes = _chunks_of(index, tensors)
-    good = tiled(np.asarray(index.tensors.shape[tensors], np.int64), local, boxes)
+    chunks, local = _chunks_of(index, tensors)
+    good = tiled(index.tensors.shape[tensors], local, chunks)
     itemsize = ITEMSIZES[index.tensors.dtype[tensors]][local]
-    good[local[~_lie_inside(chunks, boxes.volumes() * itemsize, itemsize, data_nbytes, aligned=aligned)]] = False
+    good[local[~_lie_inside(chunks, chunks.volumes() * itemsize, itemsize, data_nbytes, aligned=aligned)]] = False
     _raise_if_any(index, tensors[~good])
 
 
@@ -185,20 +187,14 @@ def _raise_if_any(index: Index, bad: IntArray) -> None:
 
 def is_tiled(index: Index, tensors: IntArray) -> npt.NDArray[np.bool_]:
     """Return for each of these tensors whether its stored chunks tile it."""
-    _, local, boxes = _chunks_of(index, tensors)
-    return tiled(np.asarray(index.tensors.shape[tensors], np.int64), local, boxes)
+    chunks, local = _chunks_of(index, tensors)
+    return tiled(index.tensors.shape[tensors], local, chunks)
 
 
-def _chunks_of(index: Index, tensors: IntArray) -> tuple[Chunks, IntArray, Boxes]:
-    """Return the chunks of these tensors, the position of the tensor of each, and their boxes."""
+def _chunks_of(index: Index, tensors: IntArray) -> tuple[Chunks, IntArray]:
+    """Return the chunks of these tensors, and the position of the tensor of each."""
     first, counts = chunk_rows(index, tensors)
-    chunks = index.chunks.take(concat_ranges(first, counts))
-    return chunks, np.repeat(np.arange(len(tensors)), counts), _as_int64(chunks)
-
-
-def _as_int64(chunks: Chunks) -> Boxes:
-    """Return the boxes of chunks, whose columns may be narrow, for arithmetic."""
-    return Boxes(np.asarray(chunks.offsets, np.int64), np.asarray(chunks.sizes, np.int64))
+    return index.chunks.take(concat_ranges(first, counts)), np.repeat(np.arange(len(tensors)), counts)
 
 
 def tensor_nbytes(index: Index, tensors: IntArray) -> int:
