@@ -76,7 +76,7 @@ _WRITER = (
 )
 _REQUIRES_GRAD, _PINNED = 1, 2
 _MOST_KEPT_NBYTES = 128 << 20
-"""Of a plan with the metadata of its last save."""
+"""Of the pickle of a plan's last save."""
 _ORDINARY: set[type] = {torch.Tensor, torch.nn.Parameter}
 _ATOMS: set[type] = {int, float, bool, str, bytes, type(None)}
 
@@ -143,7 +143,7 @@ class _Planned:
 
     @property
     def nbytes(self) -> int:
-        encoded = sum(len(body.raw) for body, _ in self.encoded.values())
+        encoded = sum(len(body.raw) for body, _ in list(self.encoded.values()))
         return encoded + sum(column.nbytes for column in self.pieces.columns())
 
 
@@ -457,15 +457,16 @@ def _encode_metadata(
 ) -> bytes:
     files = [entry.name for each in written for entry in each.files]
     key = xxhash.xxh3_128_digest(save_plan.encode([(len(each.files), each.items) for each in written]))
-    if key not in planned.encoded:
+    made = planned.encoded.get(key)  # other threads may save by this plan too
+    if made is None:
         places, own, places_of_own = _places(planned, written)
         contents = _contents(planned, own)
         body = encode_body(contents, np.concatenate([places, places_of_own], axis=1), len(files))
+        made = body, _columns(planned, places, own, places_of_own, contents)
         planned.encoded.clear()
-        planned.encoded[key] = body, _columns(planned, places, own, places_of_own, contents)
-    body, columns = planned.encoded[key]
-    if planned.nbytes > _MOST_KEPT_NBYTES:
-        planned.encoded.clear()
+        if len(body.raw) < _MOST_KEPT_NBYTES:
+            planned.encoded[key] = made
+    body, columns = made
     if columns is not None:
         save_id = str(getattr(storage_meta, "save_id", None) or "")
         columns = msgspec.structs.replace(columns, files=files, sums=dict(sums), save_id=save_id)
