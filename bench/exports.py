@@ -7,6 +7,7 @@ Exports, conversions and verification by one process and by several, on one mach
 
 One and several processes take turns. Printed are medians of the rounds: seconds, seconds of CPU of all processes together,
 the ratio of one process to several, and what the disk takes for the same bytes, written and read back without anything else.
+A process has four threads already: where it keeps the disk or all cores busy, more processes bring nothing.
 """
 
 from __future__ import annotations
@@ -84,11 +85,14 @@ def raw(folder: Path, gb: float) -> tuple[float, float]:
     return took[0], took[1]
 
 
-def command(words: list[str], jobs: int) -> tuple[float, float, float]:
+def command(words: list[str], jobs: int, *, threads: int = 0) -> tuple[float, float, float]:
     """Run the command line; return what it says it took, how long it took in all, and its seconds of CPU."""
-    said: list[str] = []
+    said: list[bytes] = []
+    env = os.environ | ({"SHARDKEEP_IO_THREADS": str(threads)} if threads else {})
     line = [sys.executable, "-m", "shardkeep", *words, "--jobs", str(jobs), "--json"]
-    whole_s, cpu_s = measured(lambda: said.append(subprocess.run(line, check=True, capture_output=True).stdout))
+    whole_s, cpu_s = measured(
+        lambda: said.append(subprocess.run(line, check=True, capture_output=True, env=env).stdout)
+    )
     return json.loads(said[0])["seconds"], whole_s, cpu_s
 
 
@@ -105,14 +109,15 @@ def report(name: str, alone: list[tuple[float, ...]], shared: list[tuple[float, 
 
 def run_jobs(folder: Path, args: argparse.Namespace) -> None:
     for name, words in WORK.items():
-        found: dict[int, list[tuple[float, ...]]] = {1: [], args.processes: []}
+        one_thread, alone, shared = ([], [], [])  # type: ignore[var-annotated]
         for _ in range(args.rounds):
-            for jobs, rows in found.items():
+            for rows, jobs, threads in ((one_thread, 1, 1), (alone, 1, 0), (shared, args.processes, 0)):
                 to = folder / "to"
                 names = {"from": folder / "from", "to": to, "shard": args.shard_size}
-                rows.append(command([word.format(**names) for word in words], jobs))
+                rows.append(command([word.format(**names) for word in words], jobs, threads=threads))
                 shutil.rmtree(to)
-        report(f"shardkeep {name}", found[1], found[args.processes], args.processes)
+        print(f"one process with one thread: {median(row[0] for row in one_thread):.2f} s")
+        report(f"shardkeep {name}", alone, shared, args.processes)
 
 
 def run_ranks(folder: Path, args: argparse.Namespace) -> None:
