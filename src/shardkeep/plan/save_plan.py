@@ -191,11 +191,12 @@ class SampledReplicas:
     def differ(self, samples: Sequence[bytes]) -> bool:
         """Return whether new samples, those of each rank, show that replicas have diverged."""
         by_rank = [pairs_of(each) for each in samples]
-        row = np.concatenate([each[:, 0] for each in by_rank])
-        rank = np.repeat(np.arange(len(by_rank)), list(map(len, by_rank)))
-        digests = dict(zip(zip(rank.tolist(), row.tolist(), strict=True), np.concatenate(by_rank)[:, 1], strict=True))
-        places = zip(self.members.rank.tolist(), self.members.row.tolist(), strict=True)
-        digest = np.array([digests.get(place, 0) for place in places], np.int64)
+        row, sampled = np.concatenate(by_rank).T
+        place = (np.repeat(np.arange(len(by_rank)), list(map(len, by_rank))) << 32) + row
+        order, wanted = np.argsort(place), (self.members.rank << 32) + self.members.row
+        at = np.searchsorted(place, wanted, sorter=order)
+        is_there = np.append(place[order], -1)[at] == wanted
+        digest = np.where(is_there, np.append(sampled[order], 0)[at], 0)
         return len(find_differing(replace(self.members, digest=digest), self.first)) > 0
 
 

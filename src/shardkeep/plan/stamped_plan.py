@@ -207,12 +207,12 @@ def _sampled(
     manifests: Sequence[RankManifest], groups: list[list[list[int]]], rows: list[Shards]
 ) -> SampledReplicas | None:
     """Return the replicas with samples, which are tensors that ranks hold whole; None if any differ."""
-    found = [rows[0].take(slice(0))] if rows else []
+    found = []
     for kind, its in zip(groups, rows, strict=True):
-        for rank in (rank for group in kind for rank in group):
-            if manifests[rank].samples:
-                row, digest = pairs_of(manifests[rank].samples).T
-                found.append(replace(its.take(row), rank=np.full(len(row), rank), digest=digest))
+        ranks = np.concatenate(kind)
+        pairs = [pairs_of(manifests[rank].samples) for rank in ranks.tolist()]
+        row, digest = np.concatenate(pairs).T
+        found.append(replace(its.take(row), rank=np.repeat(ranks, list(map(len, pairs))), digest=digest))
     table = Shards(*map(np.concatenate, zip(*(each.columns() for each in found), strict=True)))
     table = table.take(np.flatnonzero(table.digest))
     table = table.take(np.lexsort((table.rank, table.tensor)))
