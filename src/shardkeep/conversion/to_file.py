@@ -216,7 +216,8 @@ class _StatePickler(pickle.Pickler):
         if not isinstance(obj, pipeline.TensorPart):
             return NotImplemented
         hooks: OrderedDict[Any, Any] = OrderedDict()
-        form = (_Bytes(obj), 0, obj.box.sizes, strides_of(obj.box.sizes), False, hooks)
+        # A tuple of its own: one that comes again would be a reference in the pickle, and torch writes none.
+        form = (_Bytes(obj), 0, obj.box.sizes, (*strides_of(obj.box.sizes),), False, hooks)
         if obj.dtype.name in _STORAGE_OF:
             return rebuilding._rebuild_tensor_v2, form
         return rebuilding._rebuild_tensor_v3, (*form, to_torch(obj.dtype))
