@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import starmap, takewhile
 from typing import TYPE_CHECKING, Literal
 
 from shardkeep.codecs.base import WRAPPED
@@ -32,7 +33,7 @@ from shardkeep.engine.reader import Source
 from shardkeep.engine.sources import find
 from shardkeep.errors import CheckpointError, CheckpointExists, PickleRefused, StateError, UnsupportedLeaf
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.format.values import Node, decode_value, join
+from shardkeep.format.values import decode_value, part_name, tree_leaves
 from shardkeep.layouts import native, orphans
 from shardkeep.layouts.safetensors import INDEX_NAME, tie_metadata
 from shardkeep.layouts.safetensors_publish import NOTE_NAME, list_model
@@ -229,17 +230,9 @@ def _not_in_torch_layout(source: Source, chosen: Selection) -> Iterator[str]:
         yield "step"
     if source.record.meta:
         yield "meta"
-
-    def per_rank(node: Node, name: str | None) -> Iterator[str]:
-        if node is None:
-            return
-        if node.kind == "ranks":
-            yield f"PerRank of {name or ''!r}"
-            return
-        for part, child in node.children:
-            yield from per_rank(child, join(name, node.kind, part))
-
-    yield from per_rank(chosen.tree, None)
+    paths = (path for _, path, _ in tree_leaves(chosen.tree) if "ranks" in dict(path))
+    above = (takewhile(lambda step: step[0] != "ranks", path) for path in paths)
+    yield from dict.fromkeys(f"PerRank of {'.'.join(starmap(part_name, steps))!r}" for steps in above)
 
 
 def export(

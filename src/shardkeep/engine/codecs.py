@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from shardkeep.engine.writer import FileJob, file_entry
 from shardkeep.errors import CheckpointError, InvalidCodec, StateError
 from shardkeep.format.boxes import IntArray
 from shardkeep.format.record import MOST_CHAINS, FileEntry, Record, Recorded
-from shardkeep.format.values import Node, join, leaf_keys, part_name
+from shardkeep.format.values import Node, leaf_keys, part_name, tree_leaves
 from shardkeep.layouts.native import check_signature, checksum_of
 from shardkeep.options import Options, setting
 from shardkeep.plan.save_plan import RankWritePlan
@@ -66,7 +66,7 @@ def closest_patterns(names: Sequence[str], tree: Node) -> tuple[dict[str, int | 
     # as an optimizer's state before its first step. Only the part before a `*` counts as below: after it, a typing error
     # would go unnoticed.
     idle = set(order).difference(number for number in by_leaf.values() if number is not None)
-    empty = list(_empty(tree, None)) if idle else []
+    empty = [name for name, _, kind in tree_leaves(tree) if kind] if idle else []
     unfit = [
         number
         for number in sorted(idle)
@@ -74,15 +74,6 @@ def closest_patterns(names: Sequence[str], tree: Node) -> tuple[dict[str, int | 
         and not any(fits[number](each) or names[number].partition("*")[0].startswith(f"{each}.") for each in empty)
     ]
     return by_leaf, unfit
-
-
-def _empty(node: Node, name: str | None) -> Iterator[str]:
-    if node is None:
-        return
-    if not node.children and name is not None:
-        yield name
-    for part, child in node.children:
-        yield from _empty(child, join(name, node.kind, part))
 
 
 Codecs = Sequence[str | CodecConfig] | Mapping[Any, Sequence[str | CodecConfig]] | None

@@ -28,7 +28,7 @@ from shardkeep.errors import StateError, StateMismatch
 from shardkeep.format.boxes import widen
 from shardkeep.format.dtypes import by_code
 from shardkeep.format.index import Index
-from shardkeep.format.values import EnumRef, Node, decode_tree, decode_value, join, leaf_keys
+from shardkeep.format.values import EnumRef, Node, decode_tree, decode_value, leaf_keys, part_name, tree_leaves
 from shardkeep.plan.load_plan import tensor_nbytes
 from shardkeep.state import patterns
 from shardkeep.state.describe import Description, describe
@@ -353,7 +353,7 @@ def merge_findings(
         left = {name: row for name, row in free.items() if selected(name)}
         # Per-rank state of ranks that no longer exist is not unexpected.
         rows = _rows(index, index.tensor_rows, index.value_rows) if left else {}
-        per_rank = _per_rank_leaves(decode_tree(index.tree), None, None) if any("@" in name for name in rows) else ()
+        per_rank = _per_rank_leaves(decode_tree(index.tree)) if any("@" in name for name in rows) else ()
         shared = {rows[name]: over_ranks for name, over_ranks in per_rank if name in rows}
         known = {name for row, name in shared.items() if consumed[row]}
         unexpected = sorted(name for name, row in left.items() if shared.get(row) not in known)
@@ -401,18 +401,11 @@ def _rows(index: Index, tensor_rows: dict[str, int], value_rows: dict[str, int])
     return tensor_rows | {name: len(index.keys) + row for name, row in value_rows.items()}
 
 
-def _per_rank_leaves(node: Node, name: str | None, shared: str | None) -> Iterator[tuple[str, str]]:
+def _per_rank_leaves(tree: Node) -> Iterator[tuple[str, str]]:
     """Yield each leaf below a `PerRank`, and the name that it has on all ranks."""
-    if node is None:
-        if name is not None and shared is not None:
-            yield name, shared
-        return
-    for part, child in node.children:
-        own = join(name, node.kind, part)
-        if node.kind == "ranks":
-            yield from _per_rank_leaves(child, own, f"{name}.@")
-        else:
-            yield from _per_rank_leaves(child, own, None if shared is None else join(shared, node.kind, part))
+    for name, path, empty in tree_leaves(tree):
+        if not empty and any(kind == "ranks" for kind, _ in path):
+            yield name, ".".join("@" if kind == "ranks" else part_name(kind, part) for kind, part in path)
 
 
 def _raise_if_wrong(
