@@ -23,9 +23,7 @@ def on_disk(tmp_path):
     with local._opened(str(probe)) as fd:
         says = local.cached_bytes(fd, 0, 1)
     if not sys.platform.startswith("linux") or local._kind_of(str(tmp_path)) not in local._ON_DISK or says is None:
-        pytest.skip(
-            "the temporary directory is not on a disk of this machine, or the kernel does not say what is cached"
-        )
+        pytest.skip("the temporary directory is on no disk, or the kernel does not say what is cached")
 
 
 def cached(where):
