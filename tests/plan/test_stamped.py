@@ -137,6 +137,17 @@ def test_a_stamped_plan_is_that_of_all_ranks(world):
             assert ([each.tolist() for each in by_rank], chunks[0]) == (theirs, chunks[1])
 
 
+def test_tensors_that_are_cut_unlike_on_few_ranks_keep_their_own_offsets():
+    """Two tensors of 20 ranks, which differ only in what two neighbours hold: the plan is that of all ranks, for each such pair."""
+    for at in range(19):
+        states = [rows_of(rank, 20, [20, 20]) for rank in range(20)]
+        one, other = states[at]["model"], states[at + 1]["model"]
+        one["w1"], other["w1"] = other["w1"], one["w1"]
+        manifests = manifests_of(states)
+        plan, expected = plan_stamped(manifests, no_chains, least_shards=1), plan_save(manifests)
+        assert encode_index(index_of(plan, [], b"")) == encode_index(index_of(expected, [], b""))
+
+
 def test_samples_of_whole_tensors_are_compared_and_kept():
     """Ranks that hold a scalar send digests of it: kept for later saves, and left to the other plan if they differ."""
     manifests = manifests_of([rows_of(shard, 8, [8], scalars=1) for shard in range(8)])

@@ -235,10 +235,7 @@ def _stamped(merged: Merged, sampled: SampledReplicas, stamps: list[Stamp], worl
     ends = np.cumsum(count)
     axes, rows = merged.tensors.shape.shape[1], int(ends[-1])
     pieces = [stamp.plan.pieces for stamp in stamps]
-    size, start = (
-        max(int(column.max(initial=0)) for column in each)
-        for each in zip(*((p.sizes, p.start) for p in pieces), strict=True)
-    )
+    size, start = (max(int(getattr(each, name).max(initial=0)) for each in pieces) for name in ("sizes", "start"))
     offset = int(merged.tensors.shape.max(initial=1)) - 1
     columns = tuple(
         np.empty((rows, *shape), np.min_scalar_type(most))
