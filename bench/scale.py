@@ -201,7 +201,7 @@ def simulated_rank(wire: Wire, rank: int, ranks: int, meetings: list[Meeting]) -
         wire.send(wire.APPEND, f"{call}/{step}/in/{rank // LOG_RANKS}", len(entry).to_bytes(4, "little") + entry)
         began = time.monotonic()
         first_s = quickest_s + ranks * len(message) * long / kv.BYTES_PER_S
-        yield min(slowest_s, max(first_s, wire.waits.get((rank, step), 0.0) / 2))
+        yield min(slowest_s, max(first_s, wire.waits.get((rank, step), 0.0) * 3 / 4))
         while (raw := (yield wire.send(wire.COMPARE_SET, f"{call}/{step}/out", b"?", b"?"))) == b"?":
             yield min(slowest_s, max(quickest_s, (time.monotonic() - began) / 4))
         wire.waits[rank, step] = time.monotonic() - began

@@ -363,7 +363,7 @@ class Rendezvous:
                 timeout_s - (time.monotonic() - began),
                 partial(self._report_absent, mailbox, {0}, timeout_s),
                 # A wait mostly takes as long as the last one of its kind, and until then looks only disturb those that work.
-                pause_s=max(mailbox.answer_s(long_nbytes), _last_waits().get(message.phase, 0.0) / 2),
+                pause_s=max(mailbox.answer_s(long_nbytes), _last_waits().get(message.phase, 0.0) * 3 / 4),
                 longest_pause_s=self._longest_pause_s(),
             )
             if len(waits := _last_waits()) >= _MOST_WAITS:  # phases with numbers in their names
