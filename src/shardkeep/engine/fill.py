@@ -292,7 +292,7 @@ def _source_of_items(
             files=files.entries,
         ),
         index=index,
-        digests=files.digests,
+        digests=files,
         files=files,
         items=chunk_items,
         descriptors=descriptors,

@@ -9,7 +9,6 @@ too. Of a Hugging Face model that has both, safetensors files count, as in trans
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import msgspec
 
@@ -106,7 +105,7 @@ def open_identified(store: Store, identity: Identity, options: Options) -> Sourc
         TORCH_FILE: lambda store: find_torch_file(store) or find_torch_model(store),
         SAFETENSORS: find_safetensors,
     }
-    found = finders.get(layout, partial(find_torch, seen=True))(store)
+    found = finders.get(layout, find_torch)(store)
     if found is None or found.record.index.checksum != checksum:
         raise CheckpointError(f"{store.url}: another save replaced the checkpoint", hint="open or load it again")
     return found.open(options)

@@ -64,7 +64,6 @@ _NEIGHBOURS_NBYTES = 1 << 20
 """Small objects lie side by side, and reading one reads the blocks it lies in: its neighbours are kept with it."""
 _KEPT_OBJECTS_NBYTES = 64 << 20
 _KNOWN_HEADS = 8
-_MOST_LISTED = 256
 
 
 class Item(NamedTuple):
@@ -78,33 +77,18 @@ class FileGone(errors.WrongSize, errors.BlobNotFound):
     """A file that the metadata name is missing; also the FileNotFoundError that callers of torch expect."""
 
 
-class _DigestsLater(DigestCache):
-    """Block digests of files, of which each is read when it is first asked for."""
+class ItemFiles(DigestCache):
+    """
+    Data files of torch's layout: the size of each is looked up when it is first mentioned.
 
-    def __init__(self, files: ItemFiles) -> None:
+    Also their block digests, of which each file's are read when it is: a rank reads few of the files.
+    """
+
+    def __init__(self, store: ReadableStore, sums: Mapping[str, layout.Sums]) -> None:
         super().__init__()
-        self._files = files
-
-    def __contains__(self, _: object) -> bool:
-        return True
-
-    def __missing__(self, entry: FileEntry) -> bytes:
-        found = self[entry] = self._files.read_digests(entry.name) or b""
-        return found
-
-
-class ItemFiles:
-    """
-    Data files of torch's layout: each is opened once, for its size and digests, when it is first mentioned.
-
-    If rank 0 has `seen` them too, those of known sizes are only listed here, and opened when they are read: a rank needs few of them.
-    """
-
-    def __init__(self, store: ReadableStore, sums: Mapping[str, layout.Sums], *, seen: bool = False) -> None:
         self.store = store
         self.entries: list[FileEntry] = []
-        self.digests: DigestCache = _DigestsLater(self) if seen else {}
-        self._sums, self._seen = sums, seen
+        self._sums = sums
         self._number: dict[str, int] = {}
 
     def number(self, name: str) -> int:
@@ -118,42 +102,35 @@ class ItemFiles:
 
     def _entry(self, name: str) -> FileEntry:
         known = self._sums.get(name)
+        nbytes = self._listed.get(name) if known else None
         # A network file system may list an old state; a request for one name is answered anew.
-        listed = known is not None and self._seen and self._sizes.get(name, -1) in (known.nbytes, None)
-        nbytes = known.nbytes if known is not None and listed else self._nbytes(name)
+        if known is None or nbytes != known.nbytes:
+            try:
+                with closing(self.store.open(name)) as reader:
+                    nbytes = reader.nbytes
+            except errors.BlobNotFound as exc:
+                raise FileGone.of(name, "the file is missing", hint="restore it from a copy") from exc
         entry = FileEntry(name=name, nbytes=nbytes, header_nbytes=0, block_nbytes=0, checksum="")
         if known is None:
             return entry
         if nbytes != known.nbytes:
             why = f"{nbytes} bytes, the metadata say {known.nbytes}"
             raise errors.WrongSize.of(name, why, hint="the file was cut short or changed after the save")
-        if (digests := b"" if self._seen else self.read_digests(name)) is None:
-            return entry
-        entry = msgspec.structs.replace(entry, block_nbytes=known.block_nbytes, checksum=known.checksum)
-        if not self._seen:
-            self.digests[entry] = digests
-        return entry
+        return msgspec.structs.replace(entry, block_nbytes=known.block_nbytes, checksum=known.checksum)
 
     @cached_property
-    def _sizes(self) -> Mapping[str, int | None]:
-        """The sizes of all files there; None of each if there are so many that not every rank should look at them."""
-        if len(self._sums) > _MOST_LISTED:
-            return dict.fromkeys(self._sums)
+    def _listed(self) -> dict[str, int]:
         return {info.name: info.nbytes for info in getattr(self.store, "list", tuple)()}
 
-    def _nbytes(self, name: str) -> int:
-        try:
-            with closing(self.store.open(name)) as reader:
-                return reader.nbytes
-        except errors.BlobNotFound as exc:
-            raise FileGone.of(name, "the file is missing", hint="restore it from a copy") from exc
+    def __contains__(self, _: object) -> bool:
+        return True
 
-    def read_digests(self, name: str) -> bytes | None:
-        """Return the digests of a file that has some; None if they are missing."""
-        digests = layout.read_sums(self.store, name, self._sums[name])
+    def __missing__(self, entry: FileEntry) -> bytes:
+        digests = layout.read_sums(self.store, entry.name, self._sums[entry.name])
         if digests is None:
-            log.warning("%s.sums is missing, so %s is read without verifying it", name, name)
-        return digests
+            log.warning("%s.sums is missing, so %s is read without verifying it", entry.name, entry.name)
+        self[entry] = digests or b""
+        return self[entry]
 
 
 def check_inside(files: Sequence[FileEntry], items: Iterable[Item]) -> None:
@@ -181,7 +158,7 @@ def read_items(files: ItemFiles, items: Sequence[Item], options: Options) -> lis
         return list_keys(i.key for i in items if i.file == file and i.offset < end and i.offset + i.nbytes > at)
 
     plans = plan_files(runs, [], files.entries, window_nbytes=window)
-    data_files = DataFiles(files.store, files.entries, keys_at, files.digests)
+    data_files = DataFiles(files.store, files.entries, keys_at, files)
     read_files(data_files, plans, {}, threads=threads, window_nbytes=window)
     return buffers
 
@@ -334,12 +311,8 @@ class TorchSource(Source):
         return int(self.index.chunks.file[chunk]), int(self.items.offset[chunk])
 
 
-def find_torch(store: ReadableStore, name: str = layout.METADATA_NAME, *, seen: bool = False) -> FoundCheckpoint:
-    """
-    Find a checkpoint of torch's layout by the name of its metadata; `BlobNotFound` where there is none.
-
-    `seen`: rank 0 opens it too, and finds out whether its files are there.
-    """
+def find_torch(store: ReadableStore, name: str = layout.METADATA_NAME) -> FoundCheckpoint:
+    """Find a checkpoint of torch's layout by the name of its metadata; `BlobNotFound` where there is none."""
     store = with_any_names(store)
     data = store.get(name, limit=layout.MAX_METADATA_NBYTES)
     columns = layout.columns_of(data, where=name)
@@ -360,7 +333,7 @@ def find_torch(store: ReadableStore, name: str = layout.METADATA_NAME, *, seen: 
         index=Blob(name=name, nbytes=len(data), checksum=checksum),
         files=[],
     )
-    return FoundCheckpoint(record, lambda options: _open(store, record, said, options, seen))
+    return FoundCheckpoint(record, lambda options: _open(store, record, said, options))
 
 
 @dataclass(frozen=True)
@@ -432,8 +405,8 @@ def _comparable(said: _Contents) -> tuple[Any, ...]:
     return names, forms, places, files, objects, sums, said.save_id
 
 
-def _open(store: ReadableStore, record: Record, said: _Contents, options: Options, seen: bool) -> TorchSource:
-    files = ItemFiles(store, said.sums, seen=seen)
+def _open(store: ReadableStore, record: Record, said: _Contents, options: Options) -> TorchSource:
+    files = ItemFiles(store, said.sums)
     for name in said.files:
         files.number(name)
     values, paths = StoredObjects(said.objects, files, options), said.paths
@@ -441,7 +414,7 @@ def _open(store: ReadableStore, record: Record, said: _Contents, options: Option
         store=store,
         record=msgspec.structs.replace(record, files=files.entries),
         index=replace(said.index, value_data=values, make_tree=lambda: encode_tree(_tree(paths))),
-        digests=files.digests,
+        digests=files,
         files=files,
         items=said.items,
         descriptors=said.descriptors,
