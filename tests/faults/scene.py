@@ -158,9 +158,9 @@ def no_leaks(*, crashing=False):
     yield
     deadline = time.monotonic() + 5
     # A thread that has handed over its result may need a moment to end.
-    while (_our_threads() != threads or _open_fds() > before) and time.monotonic() < deadline and not crashing:
+    while (_our_threads() - threads or _open_fds() > before) and time.monotonic() < deadline and not crashing:
         time.sleep(0.001)
-    assert _our_threads() == threads
+    assert not _our_threads() - threads
     assert crashing or _open_fds() <= before
 
 
@@ -169,7 +169,7 @@ def _open_fds():
 
 
 def _our_threads():
-    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("shardkeep"))
+    return {thread for thread in threading.enumerate() if thread.name.startswith("shardkeep")}
 
 
 class DyingStore(FaultyStore):

@@ -227,7 +227,8 @@ class Rendezvous:
             def look() -> bool | None:
                 while logs:
                     self._read_log(mailbox, logs[-1], raw)
-                    if any(rank in awaited and rank not in raw for rank in _ranks_of(logs[-1])):
+                    ranks = range(logs[-1] * LOG_RANKS, (logs[-1] + 1) * LOG_RANKS)
+                    if any(rank in awaited and rank not in raw for rank in ranks):
                         return None
                     logs.pop()
                 return True
@@ -568,10 +569,6 @@ def _last_seen(mailbox: KVMailbox, rank: int) -> _LastSeen:
 def _last_note(mailbox: KVMailbox, rank: int) -> RankActivity | None:
     note = mailbox.peek(f"doing/{rank}")
     return decode_activity(note) if note else None
-
-
-def _ranks_of(log: int) -> range:
-    return range(log * LOG_RANKS, (log + 1) * LOG_RANKS)
 
 
 def _decided(decide: Decide, payloads: list[bytes]) -> list[bytes]:
