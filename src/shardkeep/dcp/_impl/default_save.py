@@ -27,7 +27,14 @@ import xxhash
 
 from shardkeep.dcp._impl import plans
 from shardkeep.dcp._impl.dist import _DistWrapper
-from shardkeep.dcp._impl.file_writer import Data, FileSystemWriter, lay_out, plain_or_saved, plain_tensor
+from shardkeep.dcp._impl.file_writer import (
+    Data,
+    FileLayout,
+    FileSystemWriter,
+    place_items,
+    plain_or_saved,
+    plain_tensor,
+)
 from shardkeep.dcp._impl.planners import DefaultSavePlanner
 from shardkeep.engine.report import Phases
 from shardkeep.engine.save_session import (
@@ -228,20 +235,30 @@ class DefaultSave(SaveLayout):
 
     def files(self, described: DescribedState, answer: bytes, save_id: str) -> RankFiles:
         """Lay out the files that this rank writes; items of their own come after all rows in the plan's numbers."""
-        rows, pieces = ints(answer).tolist(), described.description.pieces
-        data = [_pickled(*described.items[row - len(pieces)]) if row >= len(pieces) else pieces[row] for row in rows]
-        sizes = [None if row >= len(pieces) else pieces[row].nbytes for row in rows]
-        buckets = [bucket for bucket in self._writer.divide(sizes) if bucket]
-        names = self._writer.new_names(f"__{self._ranks.rank}_", len(buckets))
-        where = np.empty((4, len(rows)), np.int64)
-        jobs, together_nbytes = list[FileJob](), sum(each.nbytes for each in data)
-        for number, (name, bucket) in enumerate(zip(names, buckets, strict=True)):
-            bucket.sort(key=lambda at: sizes[at] is not None)  # objects first
-            job, placed = lay_out(name, [data[at] for at in bucket], together_nbytes=together_nbytes)
-            jobs.append(job)
-            where[0, bucket] = number
-            where[1:, bucket] = np.array([(*at[:2], -1 if at[2] is None else at[2]) for at in placed]).T
-        self._written = names
+        rows, pieces, derived = ints(answer).tolist(), described.description.pieces, described.description.derived
+        items = [described.items[row - len(pieces)] for row in rows if row >= len(pieces)]
+        own = [_pickled(*item) for item in items]
+        data = [*(pieces[row] for row in rows[: len(rows) - len(own)]), *own]
+        writer = self._writer
+        key: Any = answer, writer.thread_count, writer.single_file_per_rank, writer._splits_files
+        key += ([(item, type(each), each.nbytes) for (item, _), each in zip(items, own, strict=True)],)
+        kept = derived.get("items", (None,))
+        if kept[0] != key:
+            sizes = [None if row >= len(pieces) else pieces[row].nbytes for row in rows]
+            buckets = [bucket for bucket in writer.divide(sizes) if bucket]
+            where, layouts = np.empty((4, len(rows)), np.int64), list[FileLayout]()
+            for number, bucket in enumerate(buckets):
+                bucket.sort(key=lambda at: sizes[at] is not None)  # objects first
+                layout, placed = place_items([data[at] for at in bucket])
+                layouts.append(layout)
+                where[0, bucket] = number
+                where[1:, bucket] = np.array([(*at[:2], -1 if at[2] is None else at[2]) for at in placed]).T
+            derived["items"] = kept = key, buckets, layouts, where
+        _, buckets, layouts, where = kept
+        self._written = names = writer.new_names(f"__{self._ranks.rank}_", len(buckets))
+        nbytes = sum(each.nbytes for each in data)
+        files = zip(names, buckets, layouts, strict=True)
+        jobs = [layout.job(name, [data[at] for at in bucket], nbytes) for name, bucket, layout in files]
         return RankFiles(jobs, lambda: self._complete(jobs, where))
 
     def _complete(self, jobs: list[FileJob], where: IntArray) -> WrittenFiles:

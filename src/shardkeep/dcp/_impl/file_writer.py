@@ -38,7 +38,7 @@ from shardkeep.engine.tensors import host_address, scattered_memory, windows_of
 from shardkeep.engine.workers import WINDOW_NBYTES, Scattered, run_workers
 from shardkeep.engine.writer import MOST_FILES, FileJob
 from shardkeep.errors import BrokenProtocol, CheckpointExists, StateError, UnsupportedLeaf
-from shardkeep.format.boxes import Box, Ints
+from shardkeep.format.boxes import Box, IntArray, Ints
 from shardkeep.format.data_file import block_nbytes_for
 from shardkeep.format.dtypes import DType, known_to_torch, of_torch
 from shardkeep.format.record import RECORD_NAME
@@ -93,51 +93,76 @@ def lay_out(
     name: str, items: Sequence[Data], *, framed: bool = True, together_nbytes: int = 0
 ) -> tuple[FileJob, list[WrittenItem]]:
     """Lay items out in a new file, and say where each lies; tensors are `framed` as archives of `torch.save`."""
-    # `together_nbytes` is of this file and those beside it, whose blocks are of one size, because many small blocks
-    # keep many threads waiting.
+    layout, placed = place_items(items, framed=framed)
+    return layout.job(name, items, together_nbytes), placed
+
+
+class FileLayout(NamedTuple):
+    """Where items lie in a file, and what stands between them: the same for all items of such types and sizes."""
+
+    nbytes: int
+    start: IntArray
+    address: IntArray
+    """Of what stands between the items; 0 for these."""
+    between: list[Any]
+    rows: IntArray
+    """Of each item, or -1 if it has no bytes."""
+
+    def job(self, name: str, items: Sequence[Data], together_nbytes: int) -> FileJob:
+        """Return the file of some items; it and those beside it, of so many bytes together, have blocks of one size."""
+        # Because many small blocks keep many threads waiting.
+        held = [(row, item) for row, item in zip(self.rows.tolist(), items, strict=True) if row >= 0]
+        found = [host_address(item) if isinstance(item, torch.Tensor) else address_of(item) for _, item in held]
+        address, scattered = self.address.copy(), dict[int, Scattered]()
+        address[self.rows[self.rows >= 0]] = found
+        for (row, item), where in zip(held, found, strict=True) if 0 in found else ():
+            if isinstance(item, torch.Tensor) and not where:
+                scattered[row] = scattered_memory(item, item.dtype)
+        return FileJob(
+            name=name,
+            header=bytearray(),
+            data_nbytes=self.nbytes,
+            block_nbytes=block_nbytes_for(max(self.nbytes, together_nbytes)),
+            start=self.start,
+            address=address,
+            scattered=scattered,
+            owners=[*self.between, *(item for row, item in held if row not in scattered)],
+        )
+
+
+def place_items(items: Sequence[Data], *, framed: bool = True) -> tuple[FileLayout, list[WrittenItem]]:
     rows: list[_Row] = []
-    scattered: dict[int, Scattered] = {}
+    row_of: list[int] = []
     placed: list[WrittenItem] = []
     frames: dict[Any, tuple[_Row, _Row]] = {}
     joints: dict[tuple[int, int], _Row] = {}  # by the ids of what is in `frames`
     at, behind = 0, _NOTHING
     for item in items:
-        nbytes, before, next_behind = item.nbytes, _NOTHING, _NOTHING
-        if not isinstance(item, torch.Tensor):
-            where, begin = address_of(item), None
-        else:
+        nbytes, before, next_behind, begin = item.nbytes, _NOTHING, _NOTHING, None
+        if isinstance(item, torch.Tensor):
             if framed:
                 key = item.dtype, item.shape, at % (_LARGE_ALIGNMENT if nbytes >= _LARGE_NBYTES else _ALIGNMENT)
                 if (frame := frames.get(key)) is None:
                     frame = frames[key] = _frame(item, at)
                 before, next_behind = frame
-            where, begin = host_address(item), at + before[2]
+            begin = at + before[2]
         if behind[2] and before[2]:  # the end of one archive and the beginning of the next are one source
             if (joint := joints.get((id(behind), id(before)))) is None:
                 joint = joints[id(behind), id(before)] = _row_of(bytes(behind[0]) + bytes(before[0]))
             rows.append(joint)
         elif behind[2] or before[2]:
             rows.append(behind if behind[2] else before)
-        if isinstance(item, torch.Tensor) and nbytes and not where:
-            scattered[len(rows)] = scattered_memory(item, item.dtype)
+        row_of.append(len(rows) if nbytes else -1)
         if nbytes:
-            rows.append((item, where, nbytes))
+            rows.append((None, 0, nbytes))
         end = at + before[2] + nbytes + next_behind[2]
         placed.append(WrittenItem(at, end - at, begin))
         at, behind = end, next_behind
     rows += [behind] if behind[2] else []
     sizes = np.array([nbytes for _, _, nbytes in rows], np.int64)
-    job = FileJob(
-        name=name,
-        header=bytearray(),
-        data_nbytes=at,
-        block_nbytes=block_nbytes_for(max(at, together_nbytes)),
-        start=np.cumsum(sizes) - sizes,
-        address=np.array([address for _, address, _ in rows], np.int64),
-        scattered=scattered,
-        owners=[None if row in scattered else source for row, (source, _, _) in enumerate(rows)],
-    )
-    return job, placed
+    address = np.array([address for _, address, _ in rows], np.int64)
+    between = list({id(data): data for data, _, _ in rows if data is not None}.values())
+    return FileLayout(at, np.cumsum(sizes) - sizes, address, between, np.array(row_of, np.int64)), placed
 
 
 _Row = tuple[Any, int, int]
