@@ -5,7 +5,7 @@ How values are shown: sizes, times and counts in units that fit, and objects as 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Sequence, Sized
 from typing import Any
 
 _MOST_SHOWN = 4
@@ -49,6 +49,12 @@ def format_rate(nbytes: float, seconds: float) -> str:
 def format_count(count: int, noun: str, plural: str = "") -> str:
     """Return a count and its noun: 1 file, 2 files."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+def some_of(names: Sequence[str], most: int = 4) -> str:
+    """Return the first names, and how many more there are."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _three_digits(value: float) -> str:

@@ -14,6 +14,7 @@ from shardkeep.cli import output as out
 from shardkeep.cli.jobs import JOBS, jobs_for, sharing
 from shardkeep.cli.runs import Run, open_checkpoint_or_run, path_hints
 from shardkeep.conversion.rotate import rotate_keys
+from shardkeep.display import some_of
 from shardkeep.errors import CheckpointError, StateError
 from shardkeep.options import parse_size
 
@@ -64,11 +65,12 @@ def export(args: argparse.Namespace) -> int:
         print(f"  {out.printable(name)} is tied to {out.printable(owner)}{once}")
     if report.skipped:
         names = [f"{name} ({out.format_count(many, 'tensor')})" for name, many in report.skipped.items()]
-        print(f"  left out: {_some(names)}")
-    if report.left_out:
-        out.echo_err(f"left out, because safetensors files hold only tensors: {_some(report.left_out)}", "yellow")
-    if report.infinite:
-        out.echo_err(f"numbers too large for {args.dtype} became infinite in {_some(report.infinite)}", "yellow")
+        print(f"  left out: {out.printable(some_of(names))}")
+    left_out, infinite = (out.printable(some_of(each)) for each in (report.left_out, report.infinite))
+    if left_out:
+        out.echo_err(f"left out, because safetensors files hold only tensors: {left_out}", "yellow")
+    if infinite:
+        out.echo_err(f"numbers too large for {args.dtype} became infinite in {infinite}", "yellow")
     return 0
 
 
@@ -128,11 +130,6 @@ def _print_written(report: ExportReport | ConvertReport, what: str, *, native: b
     if report.decrypted:
         hint = "; --codecs aes encrypts it" if native else ""
         out.echo_err(f"the source is encrypted, this copy is not{hint}", "yellow")
-
-
-def _some(names: list[str]) -> str:
-    rest = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return ", ".join(map(out.printable, names[:_MAX_NAMED])) + rest
 
 
 def parse_rename(text: str) -> tuple[str, str]:

@@ -24,6 +24,7 @@ from shardkeep.cli import argument, command
 from shardkeep.cli import output as out
 from shardkeep.cli.runs import Run, open_run, path_hints, split_path
 from shardkeep.cli.verify import check_checkpoint
+from shardkeep.display import some_of
 from shardkeep.errors import CheckpointError, CheckpointNotFound, DamagedCheckpoint, StateError, UnsupportedVersion
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.layouts import orphans
@@ -224,10 +225,7 @@ def foreign_files(run: Run, entry: Entry) -> str:
         with storage_errors("cannot list", place.url), os.scandir(place.url) as there:
             names = [f"{each.name}/" if each.is_dir(follow_symlinks=False) else each.name for each in there]
     foreign = sorted(name for name in names if name.endswith("/") or not is_ours(name))
-    if not foreign:
-        return ""
-    rest = f" and {len(foreign) - _MAX_NAMED:,} more" if len(foreign) > _MAX_NAMED else ""
-    return f"it also holds {', '.join(foreign[:_MAX_NAMED])}{rest}"
+    return f"it also holds {some_of(foreign, _MAX_NAMED)}" if foreign else ""
 
 
 def find_orphans(run: Run, entry: Entry) -> Action | None:

@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from shardkeep import errors
-from shardkeep.display import format_count
+from shardkeep.display import format_count, some_of
 from shardkeep.engine.reader import FoundCheckpoint, Source, saved_at
 from shardkeep.format.boxes import Box, Boxes, explain_tiling, matrix_of, tiled, whole
 from shardkeep.format.data_file import checksum_text, digest
@@ -44,7 +44,6 @@ from shardkeep.storage.resolve import open_store
 
 logger = logging.getLogger("shardkeep")
 
-_MOST_NAMED = 4
 _INCOMPLETE = "was the model downloaded as a whole?"
 _MOST_INDEX_NBYTES = 256 << 20
 
@@ -77,10 +76,10 @@ def read_catalog(folder: ModelDirectory, *, threads: int) -> TensorCatalog:
     weight_map = read_weight_map(folder.index, folder.opens)
     homes = {name: None for name in weight_map.values() if name in folder.files}
     if weight_map and not homes:
-        why = f"none of the files that it names is there: {_some(sorted(set(weight_map.values())))}"
+        why = f"none of the files that it names is there: {some_of(sorted(set(weight_map.values())))}"
         raise errors.MalformedFile.of(folder.index, why, hint=_INCOMPLETE)
     if others := sorted(folder.files.keys() - homes.keys()):
-        logger.warning("%s: the index file does not name %s, so they are not read", folder.path, _some(others))
+        logger.warning("%s: the index file does not name %s, so they are not read", folder.path, some_of(others))
     files = read_headers([folder.files[name] for name in homes], threads=threads, opens=folder.opens)
     held = {name: file.tensors for name, file in zip(homes, files, strict=True)}
     # Of a partly downloaded model, the rest can be loaded.
@@ -90,7 +89,7 @@ def read_catalog(folder: ModelDirectory, *, threads: int) -> TensorCatalog:
             "%s: names %s that cannot be loaded, because files are missing or do not have them: %s",
             folder.index,
             format_count(len(gone), "tensor"),
-            _some([f"{key!r} in {name}" for key, name in gone.items()]),
+            some_of([f"{key!r} in {name}" for key, name in gone.items()]),
         )
     return catalog_of(files, homes={key: folder.files[name] for key, name in weight_map.items() if key not in gone})
 
@@ -180,7 +179,7 @@ def _check_one_save(files: Iterable[layout.SafetensorsFile]) -> None:
             saves.setdefault(file.metadata.get(layout.SAVE_ID_KEY), []).append(file)
     if len(saves) > 1:
         sets = " and ".join(
-            f"{_some([file.name for file in each])} of {'an unnamed save' if save is None else f'save {save}'}"
+            f"{some_of([file.name for file in each])} of {'an unnamed save' if save is None else f'save {save}'}"
             for save, each in saves.items()
         )
         first, why = next(iter(saves.values()))[0], f"files of different saves in one directory: {sets}"
@@ -188,7 +187,7 @@ def _check_one_save(files: Iterable[layout.SafetensorsFile]) -> None:
     for save, each in saves.items():
         expected = each[0].metadata.get(layout.FILE_COUNT_KEY)
         if save is not None and expected is not None and expected != str(len(each)):
-            why = f"of {expected} files of save {save}, {len(each)} are here: {_some([file.name for file in each])}"
+            why = f"of {expected} files of save {save}, {len(each)} are here: {some_of([file.name for file in each])}"
             hint = "files are missing: was the checkpoint copied as a whole?"
             raise errors.MalformedFile.of(each[0].path, why, hint=hint)
 
@@ -211,16 +210,11 @@ def _check_tiled(catalog: TensorCatalog) -> None:
     names = list(dict.fromkeys(chunk.path for chunk in stored.chunks))
     raise errors.MalformedFile(
         f"{key!r} of shape {list(stored.shape)} is not whole: "
-        f"{explain_tiling(stored.shape, [chunk.box for chunk in stored.chunks])}; it is in {_some(names)}",
+        f"{explain_tiling(stored.shape, [chunk.box for chunk in stored.chunks])}; it is in {some_of(names)}",
         hint="are there files of an older save in the directory, or are some missing?",
         key=key,
         file=names[0],
     )
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_MOST_NAMED])
-    return f"{shown} and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else shown
 
 
 FORMAT = "safetensors"

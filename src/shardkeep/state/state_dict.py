@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
+from shardkeep.display import some_of
 from shardkeep.errors import BadState, BadValue, MissingKey, UnsupportedValue
 from shardkeep.options import collector_paused
 from shardkeep.state import modules
@@ -436,15 +437,11 @@ def _check_complete(
         if not found and not layout.of(entry.parameter):
             return  # an optimizer that keeps no state, beside others that do
         raise BadState(
-            f"Missing optimizer state for parameter {_and_more(missing)}",
+            f"Missing optimizer state for parameter {some_of(list(map(repr, missing)), 1)}",
             hint="it requires gradients, and the state dict has no state for it (it was frozen, unused or not there "
             "when that was saved); StateDictOptions(strict=False) loads the state of the others",
             missing=missing,
         )
-
-
-def _and_more(names: Sequence[str]) -> str:
-    return repr(names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _hyper_for_load(row: Sequence[_Entry], saved: SavedOptimizers, *, strict: bool) -> Mapping[str, Any]:
@@ -454,7 +451,7 @@ def _hyper_for_load(row: Sequence[_Entry], saved: SavedOptimizers, *, strict: bo
     missing = [name for name in trained if name not in saved.groups]
     if strict and missing:
         raise BadState(
-            f"the saved param groups do not hold {_and_more(missing)}",
+            f"the saved param groups do not hold {some_of(list(map(repr, missing)), 1)}",
             hint="StateDictOptions(strict=False) loads the others, and keeps the hyper-parameters of groups for which "
             "nothing was saved",
             missing=missing,

@@ -8,10 +8,12 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from shardkeep.display import some_of
 from shardkeep.dist.world import is_initialised
 from shardkeep.errors import BadState, BadValue, BrokenProtocol, InvalidShards, MalformedFile, NotSavable, StateMismatch
 from shardkeep.format.boxes import Box, boxes_overlap, clashes, overlap_region, overlaps, slices, within
@@ -384,7 +386,7 @@ def _create_read_item_for_tensor(
 
 logger = logging.getLogger("shardkeep")
 
-_MOST_NAMED = 20
+_named = partial(some_of, most=20)
 """How many keys a message lists; it only counts the others."""
 
 
@@ -500,12 +502,6 @@ def missing_keys(
 
 def warn_of_holes(keys: list[str]) -> None:
     logger.warning("the checkpoint does not hold all of these tensors; the rest stays as it is: %s", _named(keys))
-
-
-def _named(keys: list[str]) -> str:
-    """Join keys for a message; only the first ones if there are many."""
-    more = f" and {len(keys) - _MOST_NAMED} more" if len(keys) > _MOST_NAMED else ""
-    return ", ".join(keys[:_MOST_NAMED]) + more
 
 
 def check_forms(wanted: Mapping[str, Any], stored: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> None:
