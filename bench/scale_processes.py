@@ -42,6 +42,8 @@ def _state(tensors: int, value: float) -> dict[str, Any]:
 
 def call(kind: str, verb: str, where: str, tensors: int) -> tuple[float, float]:
     """Save or load on every rank; return the seconds, and those of CPU."""
+    import torch.distributed.checkpoint as theirs
+
     import shardkeep as sk
     from shardkeep import dcp
 
@@ -53,8 +55,6 @@ def call(kind: str, verb: str, where: str, tensors: int) -> tuple[float, float]:
     if kind == "sk":
         getattr(sk, verb)(state, where)
     else:
-        import torch.distributed.checkpoint as theirs
-
         getattr(theirs if kind == "torch" else dcp, verb)(state, checkpoint_id=where)
     took = time.perf_counter() - began, time.process_time() - cpu_s
     dist.barrier()
