@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -49,6 +50,15 @@ def as_raw(tensor: torch.Tensor) -> torch.Tensor:
 def host_address(tensor: torch.Tensor) -> int:
     """Return the address of a tensor that is contiguous in host memory, else 0."""
     return tensor.data_ptr() if tensor.is_cpu and tensor.is_contiguous() else 0
+
+
+def host_addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    if all(map(_ON_CPU, tensors)) and all(map(torch.Tensor.is_contiguous, tensors)):
+        return list(map(torch.Tensor.data_ptr, tensors))
+    return list(map(host_address, tensors))
+
+
+_ON_CPU = attrgetter("is_cpu")
 
 
 class _Matrix(NamedTuple):

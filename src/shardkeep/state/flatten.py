@@ -481,7 +481,7 @@ def _flatten(
     mapping: FLATTEN_MAPPING = {}
 
     def keep(path: OBJ_PATH, value: Any) -> None:
-        name = ".".join(map(str, path))
+        name = ".".join(map(str, path)) if len(path) > 1 else str(path[0])
         if name in flat:
             raise KeyCollision(
                 f"duplicated flatten key {name}: both {mapping[name]} and {path}", hint="rename one of them", key=name

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, repeat
+from operator import attrgetter
 from typing import Any, TypeGuard
 
 import msgspec
@@ -84,6 +85,7 @@ _WRITER = (
 _REQUIRES_GRAD, _PINNED = 1, 2
 _MOST_KEPT_NBYTES = 128 << 20
 """Of the pickle of a plan's last save."""
+_GRAD = attrgetter("requires_grad")
 _ORDINARY: set[type] = {torch.Tensor, torch.nn.Parameter}
 _ATOMS: set[type] = {int, float, bool, str, bytes, type(None)}
 
@@ -253,10 +255,9 @@ class DefaultSave(SaveLayout):
                 layouts.append(layout)
                 where[0, bucket] = number
                 where[1:, bucket] = np.array([(*at[:2], -1 if at[2] is None else at[2]) for at in placed]).T
-            derived["items"] = kept = key, buckets, layouts, where
-        _, buckets, layouts, where = kept
+            derived["items"] = kept = key, buckets, layouts, where, sum(each.nbytes for each in data)
+        _, buckets, layouts, where, nbytes = kept
         self._written = names = writer.new_names(f"__{self._ranks.rank}_", len(buckets))
-        nbytes = sum(each.nbytes for each in data)
         files = zip(names, buckets, layouts, strict=True)
         jobs = [layout.job(name, [data[at] for at in bucket], nbytes) for name, bucket, layout in files]
         return RankFiles(jobs, lambda: self._complete(jobs, where))
@@ -409,7 +410,15 @@ def _describe_values(flat: dict[str, Any]) -> tuple[Description, npt.NDArray[np.
             own = [each for each in own if each not in filled]
         items.extend(own)
 
-    for key, value in flat.items():
+    ordinary = {key: value for key, value in flat.items() if type(value) in _ORDINARY}
+    leaves = list(ordinary.values())
+    if all(map(torch.Tensor.numel, leaves)) and all(map(is_ordinary, leaves)):
+        tensors |= ordinary
+        requires_grad, pinned = map(_GRAD, leaves), map(torch.Tensor.is_pinned, leaves)
+        flags |= zip(ordinary, map(_flags, requires_grad, pinned), strict=True)
+    for key, value in flat.items() if len(tensors) < len(flat) else ():
+        if key in tensors:
+            continue
         local = value if is_ordinary(value) else value._local_tensor if is_dtensor(value) else None
         if local is not value and not has_part(value):
             continue

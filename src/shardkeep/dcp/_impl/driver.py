@@ -252,7 +252,8 @@ def _stateful_to_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 def modules_in(state_dict: Mapping[str, Any]) -> list[nn.Module]:
     """Return the modules of a state, whose buffers are known to be buffers."""
-    return [value for value in state_dict.values() if isinstance(value, nn.Module)]
+    values = state_dict.values()
+    return [value for value in values if type(value) not in _STATELESS and isinstance(value, nn.Module)]
 
 
 # -- writers and planners that several saves use ------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from torch.futures import Future
 from shardkeep.codecs.stream_extensions import StreamTransformExtension, _StorageWriterTransforms
 from shardkeep.dcp._impl.file_reader import completed, open_with_fsspec
 from shardkeep.engine.stagers import BlockingAsyncStager
-from shardkeep.engine.tensors import host_address, scattered_memory, windows_of
+from shardkeep.engine.tensors import host_addresses, scattered_memory, windows_of
 from shardkeep.engine.workers import WINDOW_NBYTES, Scattered, run_workers
 from shardkeep.engine.writer import MOST_FILES, FileJob
 from shardkeep.errors import BrokenProtocol, CheckpointExists, StateError, UnsupportedLeaf
@@ -112,7 +112,8 @@ class FileLayout(NamedTuple):
         """Return the file of some items; it and those beside it, of so many bytes together, have blocks of one size."""
         # Because many small blocks keep many threads waiting.
         held = [(row, item) for row, item in zip(self.rows.tolist(), items, strict=True) if row >= 0]
-        found = [host_address(item) if isinstance(item, torch.Tensor) else address_of(item) for _, item in held]
+        tensors = iter(host_addresses([item for _, item in held if isinstance(item, torch.Tensor)]))
+        found = [next(tensors) if isinstance(item, torch.Tensor) else address_of(item) for _, item in held]
         address, scattered = self.address.copy(), dict[int, Scattered]()
         address[self.rows[self.rows >= 0]] = found
         for (row, item), where in zip(held, found, strict=True) if 0 in found else ():
