@@ -239,7 +239,6 @@ def async_save(
 def start_save(
     state: Mapping[str, Any], request: SaveArguments, *, staging: str, writer: str, max_in_flight: int
 ) -> SaveHandle[SaveReport]:
-    """Start to save a state as a request says; see `async_save`."""
     phases, options = Phases(), request.options
     if staging not in _STAGING or writer not in _WRITERS or max_in_flight < 1:
         raise StateError(

@@ -238,7 +238,6 @@ class HeaderState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decode_header_state(text: str, *, where: str) -> HeaderState:
-    """Decode the text of a header; errors name `where`."""
     try:
         found = msgspec.json.decode(text, type=HeaderState)
     except (msgspec.MsgspecError, RecursionError) as exc:

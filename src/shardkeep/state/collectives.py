@@ -398,8 +398,6 @@ def distribute_state_dict(
 
 
 def _local_part(key: str, full: Any, present: Any, device: torch.device) -> Any:
-    """Return the local value for one value of a full state dict."""
-
     def change(path: leaves.TreePath, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value

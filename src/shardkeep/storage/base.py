@@ -619,7 +619,6 @@ def with_reread_result(error: E, *, same: bool | None) -> E:
 
 
 def warn_reread_ok(name: str, offset: int, nbytes: int) -> None:
-    """Warn of bytes that were damaged at first, and right when they were read again."""
     log_safely(
         logging.WARNING,
         "%s: bytes %d to %d were damaged when first read and right when read again: the stored copy is fine, but the"

@@ -111,7 +111,6 @@ _all_group_saves = per_process(dict[str, GroupSaves])  # saves outlive the calls
 
 
 def group_saves_of(group: ProcessGroup | None, *, no_dist: bool) -> GroupSaves:
-    """Return the saves of a group of ranks, or of this process only."""
     groups = _all_group_saves()
     name = "alone"
     if not driver.is_alone(no_dist):
@@ -137,6 +136,9 @@ class _SaveArgs(NamedTuple):
     storage_writer: protocol.StorageWriter | None
     planner: protocol.SavePlanner | None
     use_collectives: bool
+
+
+_RunSave = Callable[[_DistWrapper, list[Staged], _SaveArgs], protocol.Metadata]
 
 
 class _AsyncCheckpointExecutor(abc.ABC):
@@ -191,9 +193,7 @@ class _ThreadBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
             with running:
                 raise
 
-    def _prepare(
-        self, saves: GroupSaves, no_dist: bool
-    ) -> Callable[[_DistWrapper, list[Staged], _SaveArgs], protocol.Metadata]:
+    def _prepare(self, saves: GroupSaves, no_dist: bool) -> _RunSave:
         """Return the function that saves, on the thread of the queue."""
         return _save_staged
 
@@ -233,9 +233,7 @@ class _ProcessBasedAsyncCheckpointExecutor(_ThreadBasedAsyncCheckpointExecutor):
     If it dies, its rank fails in the current step, all ranks learn of it at once, and the next save starts another one.
     """
 
-    def _prepare(
-        self, saves: GroupSaves, no_dist: bool
-    ) -> Callable[[_DistWrapper, list[Staged], _SaveArgs], protocol.Metadata]:
+    def _prepare(self, saves: GroupSaves, no_dist: bool) -> _RunSave:
         world = None
         if not driver.is_alone(no_dist):
             import torch.distributed as dist  # noqa: PLC0415 - loaded, as there are ranks

@@ -258,7 +258,6 @@ FlatState = tuple[dict[str, Any], flatten.FLATTEN_MAPPING]
 def flat_state(
     state: protocol.STATE_DICT_TYPE, planner: DefaultLoadPlanner, rules: Callable[..., Any] = flatten.flatten_state_dict
 ) -> FlatState:
-    """Flatten a state as a planner is configured."""
     flat: dict[str, Any] = flatten.flatten_sharded_tensors(state) if planner.flatten_sharded_tensors else state
     return rules(flat) if planner.flatten_state_dict else (flat, {name: (name,) for name in flat})
 
