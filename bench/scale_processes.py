@@ -10,6 +10,7 @@ first save of a process, the median of the later ones, and the median of the loa
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 import tempfile
@@ -71,6 +72,7 @@ def measure(pool: RankPool, ranks: int, tensors: int, rounds: int, directory: st
             for kind in KINDS[number % 3 :] + KINDS[: number % 3]:
                 where = f"{scratch}/{kind}-{number}"
                 for verb in ("save", "load"):
+                    os.sync()  # a save that is durable must not wait for what another contender wrote, or deleted
                     seconds, cpu_s = zip(*pool.run(ranks, call, kind, verb, where, tensors, timeout_s=600), strict=True)
                     took.setdefault(f"{kind} {verb}", []).append((max(seconds), median(cpu_s)))
                 shutil.rmtree(where)
