@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Collection
 
 import msgspec
-from typing_extensions import Self
 
 from shardkeep.display import format_seconds
 
@@ -250,7 +249,7 @@ def log_safely(level: int, message: str, *args: object, exc_info: BaseException 
         log.log(level, message, *args, exc_info=exc_info)
 
 
-class Listening:
+class Listening(contextlib.AbstractContextManager["Listening"]):
     """A callback that receives events until `stop`, or the end of a `with` block."""
 
     def __init__(self, callback: Callback, kinds: tuple[type[Event], ...] | None) -> None:
@@ -263,9 +262,6 @@ class Listening:
         """Stop calling it. May be called twice."""
         with contextlib.suppress(ValueError):
             _all_listening().remove(self)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()

@@ -159,10 +159,6 @@ def checksum_of(data: bytes | bytearray, chain: CodecChain | None) -> str:
 def read_index(store: base.ReadableStore, record: Record, chain: CodecChain | None = None) -> Index:
     """Read and check an index, twice if it arrives damaged; with a `chain`, `store` is one that decodes."""
     entry = record.index
-    if entry.chain is not None and chain is None:
-        raise errors.CheckpointError(
-            f"{entry.name}: the index went through codecs, which were not opened", file=entry.name
-        )
     if entry.nbytes > (most := _most_index_nbytes(entry.stored_nbytes)):
         why = f"an index of {entry.nbytes:,} bytes; at most {most:,} are read of one of its size in the store"
         raise errors.MalformedFile.of(entry.name, why, hint="do not trust this checkpoint")

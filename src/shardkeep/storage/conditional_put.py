@@ -31,6 +31,9 @@ class ConditionalPuts(ABC):
     _warned: set[str]
     """These two are shared by all places of one service in this process."""
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
     @abstractmethod
     def send(self, name: str, data: Any, *, create: bool = False, over: Version | None = None) -> None:
         """Put a blob, once. Raises a `StorageError` with EEXIST if the condition does not hold."""

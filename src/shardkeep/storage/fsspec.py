@@ -181,9 +181,6 @@ class FsspecStore(ConditionalPuts):
         self._settle_s = settle_s
         self._lock, self._warned, self.budget = _shared(type(fs).__name__)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.url!r})"
-
     def spec(self) -> base.StoreSpec:
         kind = type(self.fs)
         names = [kind.protocol] if isinstance(kind.protocol, str) else [*kind.protocol]

@@ -130,9 +130,6 @@ class ObjectStore(ConditionalPuts):
         self._lock, self._warned = bucket.lock, bucket.warned
         self.requests, self.part_nbytes = bucket.policy.requests, bucket.policy.part_bytes
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.url!r})"
-
     @property
     def verifies_uploads(self) -> bool:
         """Whether this is S3, which compares each part with the SHA-256 sent along; of compatible services it is unknown."""

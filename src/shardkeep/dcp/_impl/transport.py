@@ -324,7 +324,7 @@ def _fitting(path: pytree.KeyPath, meta: _TensorMeta, target: torch.Tensor) -> t
 
 
 class _ReplicationStager(AsyncStager):
-    """Exchanges states with the partner, half the group away, and keeps its state in a file; alone, copies its own."""
+    """Exchanges states with the partner, half the group away, whose state stays in a file; alone, copies its own."""
 
     _synchronize_after_execute: bool = False
 
@@ -382,9 +382,6 @@ class _ReplicationStager(AsyncStager):
 
     def synchronize_staging(self) -> None:
         """Do nothing: `stage` is synchronous."""
-
-    def close(self) -> None:
-        """Do nothing: the files stay, so that they can be found later."""
 
 
 class _NotKept(StorageError, RuntimeError):
