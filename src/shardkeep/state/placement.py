@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardkeep.errors import InvalidShards, UnsupportedLeaf
-from shardkeep.format.boxes import Box, Ints, grid, whole
+from shardkeep.format.boxes import Box, Ints, grid
 
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -36,11 +36,6 @@ def local_layout(
     runs = [[(0, n)] if n else [] for n in shape]
     for mesh_dim, tensor_dim, split_factor in cuts:
         axis = runs[tensor_dim]
-        if split_factor == 1 and len(axis) == 1:  # the usual case; the rest of the loop is the general one
-            offset, size = axis[0]
-            start, stop = _chunk(size, mesh_shape[mesh_dim], coordinate[mesh_dim])
-            runs[tensor_dim] = [(offset + start, stop - start)] if start < stop else []
-            continue
         size = sum(n for _, n in axis)
         kept: list[Run] = []
         for part in range(split_factor):
@@ -74,9 +69,6 @@ def _extend(kept: list[Run], axis: list[Run], start: int, stop: int) -> None:
 
 def _pair(runs: list[list[Run]]) -> list[tuple[Box, Box]]:
     """Pair each box of the product of the runs with its box in the local tensor, where they follow one another."""
-    if all(len(axis) == 1 for axis in runs):  # one box, the usual case; the rest handles any number
-        sizes = tuple([axis[0][1] for axis in runs])
-        return [(Box(tuple([axis[0][0] for axis in runs]), sizes), whole(sizes))]
     placed: list[list[Run]] = []
     for axis in runs:
         ends = list(itertools.accumulate(n for _, n in axis))
