@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future, wait
 from contextlib import ExitStack, contextmanager, suppress
@@ -149,21 +148,13 @@ def _write(session: SaveSession, described: DescribedState, plan: RankPlan, even
     options, jobs, codecs = session.options, files.jobs, files.codecs
     coded = bool(codecs and codecs.chains)
     budget = budget_for_store(session.store, options.io_threads, options.host_budget_bytes, coded=coded)
-    written, total, lock = 0, sum(job.data_nbytes for job in jobs), threading.Lock()
-
-    def report(nbytes: int) -> None:
-        nonlocal written
-        with lock:
-            written += nbytes
-        events.progressed(staged=total, written=written, total=total)
-
     write_files(
         codecs.over(session.store) if codecs else session.store,
         jobs,
         threads=budget.threads,
         window_nbytes=budget.window_nbytes,
         scope=CancelScope(budget=budget.room),
-        on_written=report,
+        on_written=lambda written, total: events.progressed(staged=total, written=written, total=total),
     )
     events.written(sum(job.nbytes for job in jobs))
     return files.written()

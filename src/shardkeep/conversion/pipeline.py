@@ -8,7 +8,6 @@ return, or removed. Digests are taken before bytes leave memory; `verify_written
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -192,7 +191,6 @@ def write_filled(
 ) -> list[bytes]:
     """Write files of parts that `fill` provides, all durable or none there; return the digests of each one's blocks."""
     by_name = {file.job.name: file for file in files}
-    total, done, lock = sum(file.job.data_nbytes for file in files), 0, threading.Lock()
 
     @contextmanager
     def take(window: Window, own: memoryview) -> Iterator[memoryview]:
@@ -212,15 +210,8 @@ def write_filled(
             each.into[:] = each.part.make()[each.start :][: len(each.into)]
         yield data
 
-    def report(nbytes: int) -> None:
-        nonlocal done
-        if progress is not None:
-            with lock:
-                done += nbytes
-                progress(done, total)
-
     jobs = [file.job for file in files]
-    return write_files(store, jobs, threads=threads, window_nbytes=window_nbytes, take=take, on_written=report)
+    return write_files(store, jobs, threads=threads, window_nbytes=window_nbytes, take=take, on_written=progress)
 
 
 def write_parts(

@@ -416,7 +416,7 @@ class BackgroundWrite:
         staging.copied.add_done_callback(self._note_copied)
         began_s = self._events.phases.now()
         total = sum(job.data_nbytes for job in jobs)
-        report = self._reporting(total, lambda: None if staging.copied.done() else staging.nbytes_copied)
+        report = self._reporting(lambda: None if staging.copied.done() else staging.nbytes_copied)
         # The writer process has a memory budget of its own for what it copies on the way.
         scope = CancelScope(budget=None if writer else budget.room, wanted=self._handle.wanted)
         write = partial(
@@ -466,19 +466,15 @@ class BackgroundWrite:
             window_nbytes=budget.window_nbytes,
             scope=CancelScope(budget=budget.room, wanted=self._handle.wanted),
             take=take,
-            on_written=self._reporting(total, lambda: None),
+            on_written=self._reporting(lambda: None),
             after=events,
         )
         self._handle.set_progress("committing", staged=total, written=total, total=total)
 
-    def _reporting(self, total: int, copying: Callable[[], int | None]) -> Callable[[int], None]:
-        """Return what is called with the size of each window that is written. `copying`: how much is copied; None: all of it."""
-        written, lock = 0, threading.Lock()
+    def _reporting(self, copying: Callable[[], int | None]) -> Callable[[int, int], None]:
+        """Return what is called after each window that is written. `copying`: how much is copied; None: all of it."""
 
-        def report(nbytes: int) -> None:
-            nonlocal written
-            with lock:
-                written += nbytes
+        def report(written: int, total: int) -> None:
             copied = copying()
             phase, staged = ("writing", total) if copied is None else ("staging", copied)
             self._handle.set_progress(phase, staged=staged, written=written, total=total)

@@ -125,19 +125,21 @@ def write_files(
     take: Take | None = None,
     put: Put | None = None,
     create: Callable[[FileJob], BlobWriter] | None = None,
-    on_written: Callable[[int], object] | None = None,
+    on_written: Callable[[int, int], object] | None = None,
     after: Mapping[torch.device, torch.Event] | None = None,
 ) -> list[bytes]:
     """
     Write all files, durable on return, and return the digests of each file's blocks.
 
     By default, these threads gather windows (else `take` does), hash and write them (`put`), to files that the store makes
-    (`create`). `on_written` is called with the size of each window that is written. With `after`, threads copy from accelerators
-    after these events, on streams of their own, also in `take`. The files belong to the `scope`: see `run_workers`.
+    (`create`). `on_written` is called after each window, by one thread at a time, with the bytes that are written and those there
+    are. With `after`, threads copy from accelerators after these events, on streams of their own, also in `take`. The files belong
+    to the `scope`: see `run_workers`.
     """
     gathers = after is not None or not (take or put)
     gathered = [each for job in jobs for each in job.scattered.values()] if gathers else []
     create = create or (lambda job: store.create(job.name, job.nbytes))
+    written, total, counting = 0, sum(job.data_nbytes for job in jobs), threading.Lock()
 
     def hash_and_put(window: Window, file: BlobWriter, own: memoryview) -> bytes:
         if take is None:
@@ -174,12 +176,15 @@ def write_files(
                 yield opened[job.name], window
 
         def work(task: tuple[_FileInProgress, Window], buffer: memoryview) -> bool:
+            nonlocal written
             file, window = task
             found = put(window, file.writer, buffer)
             at = window.start // file.job.block_nbytes * data_file.DIGEST_NBYTES
             file.job.digests[at : at + len(found)] = found
             if on_written is not None:
-                on_written(window.nbytes)
+                with counting:
+                    written += window.nbytes
+                    on_written(written, total)
             with file.lock:
                 file.windows_left -= 1
                 last = file.windows_left == 0
