@@ -364,15 +364,12 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         metadata = {SAVE_ID_KEY: names.save_id}
         if decided["files"] is not None:
             metadata[FILE_COUNT_KEY] = str(decided["files"])
-        plans, final = [], {}
+        plans, final, measured = [], {}, partial(file_writer.measured_tensor, planner)
         for name, items in files_of(plan, self._split_by_storage_plan).items():
             written = names.written(name)
             final[written] = name
-            plans.append(file_writer.FilePlan(self.fs.concat_path(self.path, written), written, items))
-        plans = [
-            file_writer.safetensors_plan(each, metadata, partial(file_writer.measured_tensor, planner))
-            for each in plans
-        ]
+            planned = file_writer.FilePlan(self.fs.concat_path(self.path, written), written, items)
+            plans.append(file_writer.safetensors_plan(planned, metadata, measured))
         results = (
             self._write_in_place(planner, plans)
             if saves_in_place(planner)
