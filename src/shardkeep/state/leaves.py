@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import weakref
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from types import SimpleNamespace
@@ -259,12 +260,17 @@ class OrdinaryLeaves(NamedTuple):
 
 
 def split_dtensors(leaves: Sequence[Any]) -> tuple[Sequence[Any], list[Any]]:
-    """Return the leaves with the local tensors of DTensors in their place, and their specs; no specs if there are no DTensors."""
+    """Return the leaves with the local tensors of DTensors in their place, and what their specs say; no specs if there are no DTensors."""
     sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     if sharded not in set(map(type, leaves)):
         return leaves, []
     local = [leaf._local_tensor if type(leaf) is sharded else leaf for leaf in leaves]
-    return local, [leaf._spec if type(leaf) is sharded else None for leaf in leaves]
+    return local, [_said_of(leaf._spec) if type(leaf) is sharded else None for leaf in leaves]
+
+
+def _said_of(spec: Any) -> tuple[Any, ...]:
+    """Return all that boxes follow from; without holding the mesh, which holds the connections of its process groups."""
+    return weakref.ref(spec.mesh), spec.placements, spec.tensor_meta, getattr(spec, "shard_order", None)
 
 
 def describe_all_ordinary(leaves: Sequence[Any], specs: list[Any]) -> OrdinaryLeaves | None:
