@@ -52,9 +52,7 @@ _PIN_PREFIX = "pin."
 LATEST_NAME = "latest"
 _MAX_NBYTES = 4096  # of the file `latest`
 _THREADS = 16  # how many records are read at a time: most of that time is spent waiting for the disk or the network
-_AT_ONCE = (
-    32  # items that a thread takes at a time: with fewer, small files of a disk take longer to hand out than to read
-)
+_AT_ONCE = 32  # items that a thread takes at a time: small files take longer to hand out one by one than to read
 _MAX_STRANGERS = 3
 
 
@@ -129,7 +127,10 @@ def map_in_threads(work: Callable[[T], R], items: Sequence[T], threads: int, nam
         yield from map(work, items)
         return
     many = min(_AT_ONCE, -(-len(items) // (4 * threads)))
-    some = lambda at: list(map(work, items[at : at + many]))  # noqa: E731
+
+    def some(at: int) -> list[R]:
+        return list(map(work, items[at : at + many]))
+
     with ThreadPoolExecutor(threads, thread_name_prefix=name) as pool:
         try:
             done = pool.map(some, range(0, len(items), many))
