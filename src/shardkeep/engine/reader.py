@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from typing import ClassVar, NamedTuple, TypeVar
 
 import numpy as np
@@ -46,6 +47,9 @@ from shardkeep.storage.cancel import CancelScope
 
 _CACHED_STEP_NBYTES = 2 * data_file.MAX_BLOCK_NBYTES
 """Bytes in the page cache are read, hashed and copied in steps of this size, so that they stay in the CPU's cache."""
+_LARGE_HEADER_NBYTES = 1 << 20
+"""Of about 14,000 chunks."""
+_SMALL_PART = 1 / 16
 _MOST_RANGES = 20
 """How many damaged ranges of a file are listed; the rest are counted."""
 _MOST_NAMED = 4
@@ -54,7 +58,7 @@ T = TypeVar("T")
 KeysAt = Callable[[int, int, int], str]
 """Names the tensors in a byte range (file, start, stop) of a file's data. Called only to explain damage."""
 DigestCache = dict[FileEntry, bytes]
-"""The block digests of files whose headers were verified, so that a header is read once."""
+"""The block digests of files that were opened, so that they are read once."""
 
 
 class DataFiles(NamedTuple):
@@ -153,16 +157,22 @@ def saved_at(store: ReadableStore, names: Collection[str]) -> str:
 
 
 def open_checked(
-    store: ReadableStore, entry: FileEntry, cache: DigestCache | None = None
+    store: ReadableStore, entry: FileEntry, cache: DigestCache | None = None, *, reads_nbytes: int | None = None
 ) -> tuple[base.BlobReader, bytes]:
-    """Open a data file after checking its size and header; return the reader and the digests of the file's blocks."""
+    """
+    Open a data file after checking its size and header; return the reader and the digests of the file's blocks.
+
+    If only `reads_nbytes` of it are to be read, a small part, the digests are all that is read of a large header.
+    """
     reader = open_sized(store, entry.name, entry.nbytes)
     try:
         if not entry.block_nbytes:
             return reader, b""
         if cache is not None and entry in cache:
             return reader, cache[entry]
-        digests = _read_digests(store, entry, reader)
+        large = entry.header_nbytes > _LARGE_HEADER_NBYTES
+        whole = reads_nbytes is None or not large or reads_nbytes >= _SMALL_PART * entry.data_nbytes
+        digests = _read_digests(store, entry, reader, whole_header=whole)
     except BaseException:
         reader.close()
         raise
@@ -171,10 +181,15 @@ def open_checked(
     return reader, digests
 
 
-def _read_digests(store: ReadableStore, entry: FileEntry, reader: base.BlobReader) -> bytes:
+def _read_digests(store: ReadableStore, entry: FileEntry, reader: base.BlobReader, *, whole_header: bool) -> bytes:
     blocks = data_file.count_blocks(entry.data_nbytes, entry.block_nbytes)
     sidecar = None if entry.blocks is None else read_sidecar(store, entry, blocks)
     chain = reader.chain if isinstance(reader, FrameReader) else None
+    if not whole_header and chain is None:  # blocks that do not match their digests are damage, wherever it is
+        if sidecar:
+            return sidecar[1]
+        of_header = partial(data_file.read_block_digests, blocks=blocks, where=entry.name)
+        return _read_and_decode(store, reader, entry.name, data_file.most_until_digests_end(blocks), of_header)
 
     def decode(header: bytearray) -> bytes:
         expected = data_file.checksum_text(sidecar[0]) if sidecar else entry.checksum
@@ -213,10 +228,10 @@ def _read_and_decode(
 
 
 def _open_or_explain(
-    store: ReadableStore, entry: FileEntry, cache: DigestCache | None
+    store: ReadableStore, entry: FileEntry, cache: DigestCache | None, *, reads_nbytes: int | None = None
 ) -> tuple[base.BlobReader, bytes]:
     try:
-        return open_checked(store, entry, cache)
+        return open_checked(store, entry, cache, reads_nbytes=reads_nbytes)
     except WrongSize as exc:
         if isinstance(exc.__cause__, BlobNotFound):
             raise explain_missing(store, entry.name) from exc
@@ -274,7 +289,8 @@ def read_files(
     def reader_of(file: _OpenFile) -> base.BlobReader:
         with file.lock:
             if file.reader is None:
-                file.reader, of_blocks = _open_or_explain(store, file.entry, files.digests)
+                nbytes = sum(read.nbytes for read in file.reads.reads)
+                file.reader, of_blocks = _open_or_explain(store, file.entry, files.digests, reads_nbytes=nbytes)
                 file.digests = memoryview(of_blocks)
             return file.reader
 

@@ -112,6 +112,11 @@ def seal_header(header: bytearray, digests: bytes | bytearray) -> None:
     header[at : at + len(encoded)] = encoded
 
 
+def most_until_digests_end(blocks: int) -> int:
+    """Return how much of a header has the digests at most: they are the last of its metadata, which come before all tensors."""
+    return 1024 + 4 * -(-DIGEST_NBYTES * blocks // 3)
+
+
 def read_block_digests(header: bytes | bytearray | memoryview, *, blocks: int, where: str) -> bytes:
     encoded, end, _ = bytes(header).partition(_MARK)[2].partition(b'"')
     try:
