@@ -310,7 +310,7 @@ def _saved(state):
 
 def test_of_a_large_header_a_row_needs_only_the_digests(tmp_path):
     """A row of a file with 20,000 tensors is read without their names; damage to these is found by `verify`."""
-    sk.save({f"w{n}": torch.full((4,), float(n)) for n in range(20_000)}, tmp_path / "ck")
+    sk.save({f"w{n}": torch.full((64,), float(n)) for n in range(20_000)}, tmp_path / "ck")
     (path,) = (tmp_path / "ck").glob("*.safetensors")
     store = CountingStore(sk.LocalStore(tmp_path / "ck"))
     checkpoint = sk.open(store)
@@ -320,10 +320,10 @@ def test_of_a_large_header_a_row_needs_only_the_digests(tmp_path):
     assert store.nbytes["safetensors"] < header / 10
     damage(path, [header - 5000])
     assert sk.open(tmp_path / "ck")["w123"][0] == 123
-    everything = {f"w{n}": torch.zeros(4) for n in range(20_000)}
+    everything = {f"w{n}": torch.zeros(64) for n in range(20_000)}
     for look in (sk.open(tmp_path / "ck").verify, checkpoint.verify, lambda: sk.load(everything, tmp_path / "ck")):
         with pytest.raises(sk.CheckpointError, match="the header has checksum"):
             look()
     damage(path, [header - 5000, path.read_bytes().index(b"shardkeep.blocks") + 30])
     with pytest.raises(sk.DamagedCheckpoint, match=r"header|are not what was saved"):
-        sk.open(tmp_path / "ck")["w123"][0]
+        sk.open(tmp_path / "ck")["w0"][0]
