@@ -189,7 +189,8 @@ def _read_digests(store: ReadableStore, entry: FileEntry, reader: base.BlobReade
         if sidecar:
             return sidecar[1]
         of_header = partial(data_file.read_block_digests, blocks=blocks, where=entry.name)
-        return _read_and_decode(store, reader, entry.name, data_file.most_until_digests_end(blocks), of_header)
+        nbytes = min(entry.header_nbytes, data_file.most_until_digests_end(blocks))
+        return _read_and_decode(store, reader, entry.name, nbytes, of_header)
 
     def decode(header: bytearray) -> bytes:
         expected = data_file.checksum_text(sidecar[0]) if sidecar else entry.checksum

@@ -201,9 +201,7 @@ class ModuleObject(Adapter):
         self.communicates = communicates
 
     def state(self, differing: Collection[str]) -> dict[str, Any]:  # noqa: ARG002
-        # What wraps no module and hides none may still change the state that it returns.
-        plain = plain_state(self._tree) if all_canonical(self._tree) else None
-        return module_state(self._tree) if plain is None else plain
+        return module_state(self._tree, detached=False)
 
     def template(self, stored: StoredState, selected: Selected) -> Template:
         """Return the module's own state, which is filled in place; extra state is what was saved."""
@@ -244,10 +242,13 @@ class ModuleObject(Adapter):
         set_model_state_dict(self._module, state, options=StateDictOptions(strict=False))
 
 
-def module_state(tree: ModuleTree) -> dict[str, Any]:
+def module_state(tree: ModuleTree, *, detached: bool = True) -> dict[str, Any]:
     """Return a module's state by canonical name; sharded tensors stay sharded, memory is the module's own."""
     module = tree.root
     if all_canonical(tree):  # then options need not be looked up, which takes longer
+        # It may still change the state that it returns.
+        if not detached and (plain := plain_state(tree)) is not None:
+            return plain
         with torch.no_grad():
             return cast("dict[str, Any]", own_method(module, "state_dict")())
     return model_state(module, checked_options(module, (), optim_only=False))
