@@ -29,7 +29,7 @@ from shardkeep.format.boxes import IntArray
 from shardkeep.format.record import FileEntry
 from shardkeep.layouts import native
 from shardkeep.storage.base import BlobWriter, WritableStore, abandoning, delete_all
-from shardkeep.storage.buffers import address_of, copy_memory
+from shardkeep.storage.buffers import address_of, copy_memory, view_memory
 from shardkeep.storage.cancel import CancelScope, create_in, run_with_deadline
 
 if TYPE_CHECKING:
@@ -253,20 +253,44 @@ def _remove_begun(store: WritableStore, names: Sequence[str]) -> None:
 def gather(window: Window, into: memoryview, *, queued: bool = False) -> None:
     """Copy the bytes of a window out of its tensors; with `queued`, copies from accelerators are only queued."""
     job, start, stop, rows = window
-    first, last = rows.start, rows.stop
-    base = address_of(into) - start
-    begins = job.start[first : last + 1].tolist()
-    if last == len(job.start):
-        begins.append(job.data_nbytes)
-    for row, address, begin, end in zip(
-        range(first, last), job.address[first:last].tolist(), begins, begins[1:], strict=False
-    ):
-        low = max(begin, start)
-        high = min(end, stop)
+    edges = np.append(job.start[rows.start : rows.stop + 1], job.data_nbytes)[: len(rows) + 1]
+    low, high = np.maximum(edges[:-1], start), np.minimum(edges[1:], stop)
+    skipped, at, size, base = low - edges[:-1], low - start, high - low, address_of(into)
+    held = window.addresses != 0
+    source = np.where(held, window.addresses + skipped, 0)
+    left = _copy_alike(into, at, source, size, np.flatnonzero(held & (size > 0) & (size <= _SMALL_NBYTES)), len(rows))
+    columns = (column[left].tolist() for column in (skipped, at, source, size))
+    for row, begin, to, address, nbytes in zip(left.tolist(), *columns, strict=True):
         if address:
-            copy_memory(base + low, address + low - begin, high - low)
+            copy_memory(base + to, address, nbytes)
         else:
-            job.scattered[row].read(low - begin, high - begin, into[low - start : high - start], queued=queued)
+            scattered = job.scattered[rows.start + row]
+            scattered.read(begin, begin + nbytes, into[to : to + nbytes], queued=queued)
+
+
+_SMALL_NBYTES, _FEW = 4096, 32
+_COPIED_NBYTES = 256 << 10
+
+
+def _copy_alike(
+    into: memoryview, at: IntArray, source: IntArray, size: IntArray, small: IntArray, count: int
+) -> IntArray:
+    """Copy the `small` rows of sizes that many of them have, and return the other ones of `count` rows."""
+    # Because a call for each row takes ten times as long as the copy. The elements of these arrays overlap.
+    left = np.ones(count, np.bool_)
+    small = small[np.argsort(size[small].astype(np.uint16), kind="stable")] if len(small) >= _FEW else small[:0]
+    for alike in np.split(small, np.flatnonzero(np.diff(size[small])) + 1):
+        if len(alike) < _FEW:
+            continue
+        nbytes, first = int(size[alike[0]]), int(source[alike].min())
+        memory = view_memory(first, int(source[alike].max()) - first + nbytes)
+        here, there = (np.ndarray(len(view) - nbytes + 1, f"V{nbytes}", view, strides=(1,)) for view in (into, memory))
+        step = max(1, _COPIED_NBYTES // nbytes)  # what is copied on the way stays in the cache
+        for low in range(0, len(alike), step):
+            some = alike[low : low + step]
+            here[at[some]] = there[source[some] - first]
+        left[alike] = False
+    return np.flatnonzero(left)
 
 
 def _finish(store: WritableStore, file: _FileInProgress, scope: CancelScope | None) -> None:
