@@ -14,7 +14,6 @@ copies; the host waits only until all copies are queued.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import itertools
 import logging
@@ -32,6 +31,8 @@ from itertools import repeat
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.optim import Optimizer
 
@@ -41,19 +42,16 @@ from shardkeep.engine.tensors import memory_keys, raw_dtype, scattered_memory, s
 from shardkeep.format.boxes import strides_of
 from shardkeep.options import per_process
 from shardkeep.state.leaves import is_dtensor
-from shardkeep.storage.buffers import copy_memory
+from shardkeep.storage.buffers import copy_alike, copy_memory
 
 log = logging.getLogger("shardkeep")
 
 ALIGNMENT = 64
 """Of each copy in its arena."""
 _SMALL_NBYTES = 64 << 10
-"""Up to this size a copy keeps the interpreter's lock: a thousand releases could mean a thousand waits for it."""
+"""Copies of up to this size are made together: each that releases the interpreter's lock may have to wait for it."""
 _BATCH_NBYTES = 16 << 20
 """Copies are divided between threads in batches of this size."""
-
-_signature = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_copy_small = _signature(ctypes.cast(copy_memory, ctypes.c_void_p).value or 0)
 
 Events = dict[torch.device, torch.Event]
 
@@ -66,8 +64,8 @@ class ArenaLayout:
     starts: list[int]
     forms: list[tuple[torch.dtype, torch.Size]]
     """The dtype and shape of each, which the caller may change before tensors over the arena are made."""
-    small: tuple[list[int], list[int], list[int]]
-    """Of each small copy: where in the arena it begins, the address of its source, and its size."""
+    small: dict[int, npt.NDArray[np.int64]]
+    """By size, of each small copy: where in the arena it begins, and the address of its source."""
     large: list[tuple[int, int]]
     """Of each other copy: the row of its source, and where in the arena it begins."""
     nbytes: int
@@ -113,7 +111,7 @@ class DeviceSnapshot:
         """Copy host tensors up to `most_nbytes`, and lend the rest; the caller always gives the arena back."""
         optimizers, self.optimizers = self.optimizers, ()
         layout: ArenaLayout | None = self.derived.get("arena")
-        if layout is None or layout.rows != self.on_host:
+        if layout is None or layout.rows is not self.on_host:
             layout = self.derived["arena"] = _lay_out(self.found, self.on_host)
         if layout.nbytes > most_nbytes:
             loose = set(rows_outside_optimizers(self.found, self.on_host, optimizers))
@@ -126,8 +124,8 @@ class DeviceSnapshot:
                 self.refused = True
             else:
                 _copy_all(self.found, layout, self.arena, threads)
-        left = sorted(set(self.on_host).difference(self.layout.rows if self.layout else ()))
-        if not left:
+        copied = self.layout.rows if self.layout else []
+        if copied is self.on_host or not (left := sorted(set(self.on_host).difference(copied))):
             return
         self.guarded = self.guarded and not rows_outside_optimizers(self.found, left, optimizers)
         for row in left:
@@ -162,7 +160,7 @@ def _lay_out(tensors: Sequence[torch.Tensor], rows: list[int]) -> ArenaLayout:
     sources = [tensors[row] for row in rows]
     places: dict[Hashable, int] = {}
     starts: list[int] = []
-    small: tuple[list[int], list[int], list[int]] = ([], [], [])
+    small: dict[int, list[tuple[int, int]]] = {}
     large: list[tuple[int, int]] = []
     end = 0
     for row, source, key in zip(rows, sources, memory_keys(sources), strict=True):
@@ -171,14 +169,14 @@ def _lay_out(tensors: Sequence[torch.Tensor], rows: list[int]) -> ArenaLayout:
         if start < end:
             continue
         nbytes = source.nbytes
-        if nbytes <= _SMALL_NBYTES and source.is_contiguous():
-            for column, value in zip(small, (start, source.data_ptr(), nbytes), strict=True):
-                column.append(value)
+        if 0 < nbytes <= _SMALL_NBYTES and source.is_contiguous():
+            small.setdefault(nbytes, []).append((start, source.data_ptr()))
         else:
             large.append((row, start))
         end = -(-(end + nbytes) // ALIGNMENT) * ALIGNMENT
     forms = [(source.dtype, source.shape) for source in sources]
-    return ArenaLayout(rows, starts, forms, small, large, end)
+    by_size = {nbytes: np.array(pairs, np.int64).T.copy() for nbytes, pairs in small.items()}
+    return ArenaLayout(rows, starts, forms, by_size, large, end)
 
 
 def _fitting(tensors: Sequence[torch.Tensor], rows: list[int], loose: Container[int], most_nbytes: int) -> list[int]:
@@ -198,8 +196,8 @@ def _fitting(tensors: Sequence[torch.Tensor], rows: list[int], loose: Container[
 
 def _copy_all(tensors: Sequence[torch.Tensor], layout: ArenaLayout, arena: Buffer, threads: int) -> None:
     base = arena.address
-    starts, addresses, sizes = layout.small
-    deque(map(_copy_small, map(base.__add__, starts), addresses, sizes), maxlen=0)
+    for nbytes, (starts, addresses) in layout.small.items():
+        copy_alike(starts + base, addresses, nbytes)
     batches: list[list[tuple[int, int, int]]] = [[]]
     room = _BATCH_NBYTES
     for row, start in layout.large:
