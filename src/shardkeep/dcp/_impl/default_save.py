@@ -85,7 +85,7 @@ _WRITER = (
 _REQUIRES_GRAD, _PINNED = 1, 2
 _MOST_KEPT_NBYTES = 128 << 20
 """Of the pickle of a plan's last save."""
-_GRAD = attrgetter("requires_grad")
+_GRAD, _ATTRIBUTES = attrgetter("requires_grad"), attrgetter("__dict__")
 _ORDINARY: set[type] = {torch.Tensor, torch.nn.Parameter}
 _ATOMS: set[type] = {int, float, bool, str, bytes, type(None)}
 
@@ -123,7 +123,7 @@ class _SentState(msgspec.Struct, frozen=True):
     items: list[_SentItem]
     names: list[str]
     """Of all values, in the order of the state."""
-    paths: list[list[str | int]] | None
+    paths: list[tuple[str | int, ...]] | None
     """Of these values; None if the state is not flattened."""
 
 
@@ -206,11 +206,13 @@ class DefaultSave(SaveLayout):
 
     def _describe(self, state: Mapping[str, Any]) -> DescribedState:
         flat, paths = dict(state), None
-        if self._planner.flatten_state_dict:
+        kinds = {*map(type, flat.values())}
+        if self._planner.flatten_state_dict and not (kinds <= _ORDINARY | _ATOMS and {*map(type, flat)} <= {str}):
             flat, mappings = flatten_state_dict(state)
-            paths = [list(mappings[name]) for name in flat]
-        names = list(flat)
-        plain = {type(value) for value in flat.values()} <= _ORDINARY | _ATOMS
+            paths, kinds = list(mappings.values()), {*map(type, flat.values())}
+        elif self._planner.flatten_state_dict:
+            paths = [*zip(flat)]
+        names, plain = list(flat), kinds <= _ORDINARY | _ATOMS
         if not plain and self._planner.flatten_sharded_tensors:
             flat = flatten_sharded_tensors(flat)
         description, flags, items = _describe_values(flat)
@@ -237,29 +239,31 @@ class DefaultSave(SaveLayout):
 
     def files(self, described: DescribedState, answer: bytes, save_id: str) -> RankFiles:
         """Lay out the files that this rank writes; items of their own come after all rows in the plan's numbers."""
-        rows, pieces, derived = ints(answer).tolist(), described.description.pieces, described.description.derived
-        items = [described.items[row - len(pieces)] for row in rows if row >= len(pieces)]
-        own = [_pickled(*item) for item in items]
-        data = [*(pieces[row] for row in rows[: len(rows) - len(own)]), *own]
+        rows, derived = ints(answer), described.description.derived
+        data: list[Data] = [*described.description.pieces]
+        first = len(data)
+        items = [described.items[row - first] for row in rows[rows >= first].tolist()]
+        data += [_pickled(*item) for item in items]
         writer = self._writer
         key: Any = answer, writer.thread_count, writer.single_file_per_rank, writer._splits_files
-        key += ([(item, type(each), each.nbytes) for (item, _), each in zip(items, own, strict=True)],)
+        key += ([(item, type(each), each.nbytes) for (item, _), each in zip(items, data[first:], strict=True)],)
         kept = derived.get("items", (None,))
         if kept[0] != key:
-            sizes = [None if row >= len(pieces) else pieces[row].nbytes for row in rows]
-            buckets = [bucket for bucket in writer.divide(sizes) if bucket]
-            where, layouts = np.empty((4, len(rows)), np.int64), list[FileLayout]()
-            for number, bucket in enumerate(buckets):
+            chosen = [*rows[rows < first].tolist(), *range(first, len(data))]
+            sizes = [None if at >= first else data[at].nbytes for at in chosen]
+            where, files = np.empty((4, len(rows)), np.int64), list[tuple[list[int], FileLayout]]()
+            for number, bucket in enumerate(filter(None, writer.divide(sizes))):
                 bucket.sort(key=lambda at: sizes[at] is not None)  # objects first
-                layout, placed = place_items([data[at] for at in bucket])
-                layouts.append(layout)
+                in_file = [chosen[at] for at in bucket]
+                layout, placed = place_items([data[at] for at in in_file])
+                files.append((in_file, layout))
                 where[0, bucket] = number
                 where[1:, bucket] = np.array([(*at[:2], -1 if at[2] is None else at[2]) for at in placed]).T
-            derived["items"] = kept = key, buckets, layouts, where, sum(each.nbytes for each in data)
-        _, buckets, layouts, where, nbytes = kept
-        self._written = names = writer.new_names(f"__{self._ranks.rank}_", len(buckets))
-        files = zip(names, buckets, layouts, strict=True)
-        jobs = [layout.job(name, [data[at] for at in bucket], nbytes) for name, bucket, layout in files]
+            derived["items"] = kept = key, files, where, sum(data[at].nbytes for at in chosen)
+        _, files, where, nbytes = kept
+        self._written = names = writer.new_names(f"__{self._ranks.rank}_", len(files))
+        laid_out = zip(names, files, strict=True)
+        jobs = [layout.job(name, list(map(data.__getitem__, rows)), nbytes) for name, (rows, layout) in laid_out]
         return RankFiles(jobs, lambda: self._complete(jobs, where))
 
     def _complete(self, jobs: list[FileJob], where: IntArray) -> WrittenFiles:
@@ -396,9 +400,7 @@ class LazyMetadata(protocol.Metadata):
 
 def _describe_values(flat: dict[str, Any]) -> tuple[Description, npt.NDArray[np.uint8], list[_Item]]:
     """Describe what has plain memory as columns, with the flags of each tensor; return the rest as items of their own."""
-    tensors: dict[str, Any] = {}
-    flags: dict[str, int] = {}
-    items: list[_Item] = []
+    items, flags = list[_Item](), dict[str, int]()
 
     def open_value(key: str) -> None:
         """Take a value apart as torch does: into pieces of plain memory, or into items of their own."""
@@ -410,12 +412,11 @@ def _describe_values(flat: dict[str, Any]) -> tuple[Description, npt.NDArray[np.
             own = [each for each in own if each not in filled]
         items.extend(own)
 
-    ordinary = {key: value for key, value in flat.items() if type(value) in _ORDINARY}
-    leaves = list(ordinary.values())
-    if all(map(torch.Tensor.numel, leaves)) and all(map(is_ordinary, leaves)):
-        tensors |= ordinary
-        requires_grad, pinned = map(_GRAD, leaves), map(torch.Tensor.is_pinned, leaves)
-        flags |= zip(ordinary, map(_flags, requires_grad, pinned), strict=True)
+    tensors = {key: value for key, value in flat.items() if type(value) in _ORDINARY}
+    # Nearly no tensor has attributes, among which would be those of a shard.
+    may_have_parts = any(map(_ATTRIBUTES, tensors.values())) and not all(map(is_ordinary, tensors.values()))
+    if may_have_parts or not all(map(torch.Tensor.numel, tensors.values())):
+        tensors = {}
     for key, value in flat.items() if len(tensors) < len(flat) else ():
         if key in tensors:
             continue
@@ -423,7 +424,7 @@ def _describe_values(flat: dict[str, Any]) -> tuple[Description, npt.NDArray[np.
         if local is not value and not has_part(value):
             continue
         if local is not None and local.numel():
-            tensors[key], flags[key] = value, _flags(value.requires_grad, local.is_cpu and local.is_pinned())
+            tensors[key] = value
         elif type(value) in _ATOMS:
             items.append((_SentItem(key), value))
         else:
@@ -437,7 +438,20 @@ def _describe_values(flat: dict[str, Any]) -> tuple[Description, npt.NDArray[np.
                 raise
             open_value(refused)
         else:
-            return description, np.array([flags[key] for key in description.keys], np.uint8), items
+            return description, _flags_of(tensors, flags), items
+
+
+def _flags_of(tensors: Mapping[str, Any], known: Mapping[str, int]) -> npt.NDArray[np.uint8]:
+    """Return the flags of tensors; those of values that were taken apart are known."""
+    leaves = [value for key, value in tensors.items() if key not in known] if known else [*tensors.values()]
+    flags: npt.NDArray[np.uint8] = np.fromiter(map(_GRAD, leaves), np.uint8, len(leaves)) * np.uint8(_REQUIRES_GRAD)
+    if torch.accelerator.current_accelerator() is not None:  # other builds of torch pin no memory
+        held = (
+            leaves if {*map(type, leaves)} <= _ORDINARY else [getattr(each, "_local_tensor", each) for each in leaves]
+        )
+        flags += np.array([each.is_cpu and each.is_pinned() for each in held], np.uint8) * np.uint8(_PINNED)
+    others = iter(flags.tolist())
+    return np.array([known[key] if key in known else next(others) for key in tensors], np.uint8) if known else flags
 
 
 def _flags(requires_grad: bool, pinned: bool) -> int:

@@ -243,7 +243,8 @@ def state_of(value: Any) -> Any:
 def _stateful_to_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a state in which stateful values are replaced by their state; how long each of them takes is logged."""
     if not _is_handled():
-        return {key: value if type(value) in _STATELESS else state_of(value) for key, value in state_dict.items()}
+        stateful = {*map(type, state_dict.values())} - _STATELESS
+        return {key: state_of(value) for key, value in state_dict.items()} if stateful else dict(state_dict)
     return {
         key: logged(state_of, f"_stateful_to_state_dict.{key}", log_exceptions=True)(value)
         for key, value in state_dict.items()
@@ -252,8 +253,9 @@ def _stateful_to_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 def modules_in(state_dict: Mapping[str, Any]) -> list[nn.Module]:
     """Return the modules of a state, whose buffers are known to be buffers."""
-    values = state_dict.values()
-    return [value for value in values if type(value) not in _STATELESS and isinstance(value, nn.Module)]
+    if {*map(type, state_dict.values())} <= _STATELESS:
+        return []
+    return [value for value in state_dict.values() if type(value) not in _STATELESS and isinstance(value, nn.Module)]
 
 
 # -- writers and planners that several saves use ------------------------------------------------------------------------

@@ -24,9 +24,11 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
+from itertools import compress
 from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 from torch.futures import Future
@@ -107,18 +109,22 @@ class FileLayout(NamedTuple):
     between: list[Any]
     rows: IntArray
     """Of each item, or -1 if it has no bytes."""
+    is_tensor: npt.NDArray[np.bool_]
+    """Of each item."""
 
     def job(self, name: str, items: Sequence[Data], together_nbytes: int) -> FileJob:
         """Return the file of some items; it and those beside it, of so many bytes together, have blocks of one size."""
         # Because many small blocks keep many threads waiting.
-        held = [(row, item) for row, item in zip(self.rows.tolist(), items, strict=True) if row >= 0]
-        tensors = iter(host_addresses([item for _, item in held if isinstance(item, torch.Tensor)]))
-        found = [next(tensors) if isinstance(item, torch.Tensor) else address_of(item) for _, item in held]
+        held, found = self.rows >= 0, np.zeros(len(items), np.int64)
+        tensors: Sequence[Any] = items if self.is_tensor.all() else [*compress(items, self.is_tensor.tolist())]
+        found[self.is_tensor] = host_addresses(tensors)
+        for at in np.flatnonzero(~self.is_tensor).tolist():
+            found[at] = address_of(cast("memoryview", items[at]))
         address, scattered = self.address.copy(), dict[int, Scattered]()
-        address[self.rows[self.rows >= 0]] = found
-        for (row, item), where in zip(held, found, strict=True) if 0 in found else ():
-            if isinstance(item, torch.Tensor) and not where:
-                scattered[row] = scattered_memory(item, item.dtype)
+        address[self.rows[held]] = found[held]
+        for at in np.flatnonzero(held & (found == 0)).tolist():
+            tensor = cast("torch.Tensor", items[at])
+            scattered[int(self.rows[at])] = scattered_memory(tensor, tensor.dtype)
         return FileJob(
             name=name,
             header=bytearray(),
@@ -127,7 +133,7 @@ class FileLayout(NamedTuple):
             start=self.start,
             address=address,
             scattered=scattered,
-            owners=[*self.between, *(item for row, item in held if row not in scattered)],
+            owners=[*self.between, *(items if found.all() else compress(items, found.tolist()))],
         )
 
 
@@ -163,7 +169,8 @@ def place_items(items: Sequence[Data], *, framed: bool = True) -> tuple[FileLayo
     sizes = np.array([nbytes for _, _, nbytes in rows], np.int64)
     address = np.array([address for _, address, _ in rows], np.int64)
     between = list({id(data): data for data, _, _ in rows if data is not None}.values())
-    return FileLayout(at, np.cumsum(sizes) - sizes, address, between, np.array(row_of, np.int64)), placed
+    is_tensor = np.array([isinstance(item, torch.Tensor) for item in items], np.bool_)
+    return FileLayout(at, np.cumsum(sizes) - sizes, address, between, np.array(row_of, np.int64), is_tensor), placed
 
 
 _Row = tuple[Any, int, int]
