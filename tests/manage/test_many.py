@@ -1,5 +1,6 @@
 """A root with many checkpoints: what a job does there costs as much as with few, and relies on nothing that it only remembers."""
 
+import shutil
 import threading
 from collections import Counter
 
@@ -94,6 +95,39 @@ def test_nothing_is_deleted_because_of_what_is_only_remembered(tmp_path, policy,
         ckpt.save(4, state_at(4), metrics={"loss": 9.0})
         ckpt.wait()
         assert ckpt.all_steps() == kept
+
+
+def test_what_another_process_does_between_two_calls_is_seen(tmp_path):
+    """Also where listings are kept: what was deleted, added, replaced, or lost its record is not what it was."""
+    with checkpointer(tmp_path) as ckpt:
+        for step in (99, 100):
+            ckpt.save(step, state_at(step))
+    for step in range(1, 99):
+        shutil.copytree(tmp_path / "step-99", tmp_path / f"step-{step}")
+    newest, root = tmp_path / "step-300", LocalStore(tmp_path)
+
+    def add(saved):
+        with checkpointer(tmp_path / f"other-{saved}") as other:
+            other.save(300, state_at(saved))
+        (tmp_path / f"other-{saved}" / "step-300").rename(newest)
+
+    changes = [
+        (lambda: None, 100, 100),
+        (lambda: shutil.rmtree(tmp_path / "step-100"), 99, 99),
+        (lambda: add(300), 300, 300),
+        (lambda: [shutil.rmtree(newest), add(302)], 300, 302),
+        (lambda: tear(newest), 99, 99),
+        (lambda: shutil.rmtree(newest), 99, 99),
+    ]
+    with checkpointer(tmp_path) as ckpt:
+        for change, step, saved in changes:
+            while root.all_names() is not root.all_names():  # until the listing is kept
+                pass
+            assert ckpt.latest_step() is not None
+            change()
+            state = empty_state()
+            assert [ckpt.latest_step(), sk.Catalog(tmp_path).latest().step] == [step, step]
+            assert (ckpt.restore_latest(state), state["step"]) == (step, saved)
 
 
 @pytest.mark.parametrize("latest", [b"step-1\n", b"step-9\n", b"../x", b"\xff", None])

@@ -362,17 +362,17 @@ def test_restoring_beside_a_job_that_deletes(tmp_path):
     seen = []
     state = empty_state()
     with training, checkpointer(tmp_path) as reader:
-        names = reader._tiers.near.names
+        listing = reader._tiers.near.listing
 
         def late():
-            found = names()
+            found = listing()
             if len(seen) < 2:
                 seen.append("look")
                 training.save(len(seen) + 1, state_at(len(seen) + 1))
                 training.wait()
             return found
 
-        reader._tiers.near.names = late
+        reader._tiers.near.listing = late
         assert reader.restore_latest(state) == 3
         assert state["step"] == 3
         assert reader.last_restore.skipped == ()

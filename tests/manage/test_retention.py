@@ -91,7 +91,7 @@ def test_what_is_deleted_is_what_no_policy_wants(every, policies, spare):
         if not any(kept_by(policy, each, committed) for policy in policies)
         and not (each.pinned or each.name in spared or each is newest)
     }
-    kept, to_delete = plan(every, AnyOf(tuple(policies)), NOW, spared=spared)
+    kept, to_delete, _ = plan(every, AnyOf(tuple(policies)), NOW, spared=spared)
     assert {each.name for each in to_delete} == expected
     assert {each.name for each in kept} == {each.name for each in every} - expected
     assert [each.age for each in to_delete] == sorted(each.age for each in to_delete)
@@ -99,7 +99,7 @@ def test_what_is_deleted_is_what_no_policy_wants(every, policies, spare):
 
 def test_policies_combine():
     every = [entry(step) for step in range(1, 11)]
-    kept, _ = plan(every, KeepLast(2) | KeepEvery(4), NOW)
+    kept, *_ = plan(every, KeepLast(2) | KeepEvery(4), NOW)
     assert [each.step for each in kept] == [4, 8, 9, 10]
     assert plan(every, KeepAll(), NOW).to_delete == []
 

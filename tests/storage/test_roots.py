@@ -207,3 +207,89 @@ def test_a_removal_that_could_not_be_marked_at_first_is_marked_as_soon_as_it_can
     with pytest.raises(StorageError):
         delete_contents(_Full(root.place("step-1")))
     assert {info.name for info in root.place("step-1").list()} == {REMOVING_NAME, "z"}
+
+
+MANY = 100
+"""So many names that a listing of them is kept."""
+
+
+def crowd(path):
+    """Make a root with many places, the listing of which is kept by now, and return its store."""
+    for number in range(MANY):
+        (path / f"step-{number}").mkdir()
+    store = LocalStore(path)
+    while store.all_names() is not store.all_names():  # until the clock has ticked
+        assert len(list(store.places())) == MANY
+    return store
+
+
+@pytest.mark.parametrize(
+    ("change", "left", "blobs"),
+    [
+        (lambda root: (root / "step-0").rmdir(), MANY - 1, []),
+        (lambda root: (root / "new").mkdir(), MANY + 1, []),
+        (lambda root: (root / "step-0").rename(root / "step-x"), MANY, []),
+        (lambda root: [(root / "step-0").rmdir(), (root / "step-0").write_text("")], MANY - 1, ["step-0"]),
+        (lambda root: (root / "latest").write_text(""), MANY, ["latest"]),
+        (lambda root: (root / "link").symlink_to(root / "step-0"), MANY + 1, []),
+        (lambda root: [root.rename(root.with_name("moved")), root.mkdir()], 0, []),
+    ],
+)
+def test_what_another_program_changes_is_seen_in_a_listing_that_was_kept(tmp_path, change, left, blobs):
+    """Even if it sets the time of the directory back to what it was, as a copy of a backup does."""
+    path = tmp_path / "root"
+    path.mkdir()
+    store, before = crowd(path), path.stat()
+    change(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert len(list(store.places())) == left
+    assert [info.name for info in store.list()] == blobs
+
+
+def test_changes_within_one_tick_of_the_clock_are_seen(tmp_path):
+    """A listing between two changes at the same time is not kept: the directory's time does not show the second one."""
+    store = crowd(tmp_path)
+    for number in range(100):
+        (tmp_path / f"before-{number}").mkdir()
+        assert len(list(store.places())) == MANY + 2 * number + 1
+        (tmp_path / f"after-{number}").mkdir()
+        assert len(list(store.places())) == MANY + 2 * number + 2
+
+
+def test_a_listing_of_a_directory_that_has_just_changed_is_not_kept(tmp_path, monkeypatch):
+    store = crowd(tmp_path)
+    assert store.all_names() is store.all_names()
+    monkeypatch.setattr(local_root, "has_settled", lambda *_: False)
+    (tmp_path / "new").mkdir()
+    assert store.all_names() is not store.all_names()
+
+
+S, MS = 10**9, 10**6
+
+
+@pytest.mark.parametrize(
+    ("changed", "now", "settled"),
+    [
+        ((9 * S + 1, 9 * S + 1), 9 * S + 1, False),
+        ((9 * S + 1, 9 * S + 1), 9 * S + MS, False),
+        ((9 * S + 1, 9 * S + 1), 9 * S + MS + 1, True),
+        ((8 * S + 1, 9 * S + 1), 9 * S + MS, False),  # the permissions changed
+        ((9 * S, 9 * S), 11 * S - 1, False),  # perhaps by a clock that ticks every two seconds
+        ((9 * S, 9 * S), 11 * S, True),
+        ((9 * S + 1, 9 * S + 1), 0, False),  # not known
+    ],
+)
+def test_a_listing_is_kept_only_if_the_next_change_has_another_time(changed, now, settled):
+    assert local_root.has_settled(changed, now) == settled
+
+
+def test_a_link_to_a_place_is_looked_at_each_time(tmp_path, monkeypatch):
+    """Where it leads may change, and the directory does not show that."""
+    monkeypatch.setattr(local_root, "has_settled", lambda *_: True)
+    target = tmp_path / "target"
+    (tmp_path / "root").mkdir()
+    store = crowd(tmp_path / "root")
+    (tmp_path / "root" / "link").symlink_to(target)
+    for exists in (False, True, False):
+        target.mkdir() if exists else target.exists() and target.rmdir()
+        assert ("link" in store.places()) == exists

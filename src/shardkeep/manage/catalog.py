@@ -8,18 +8,20 @@ the newest checkpoint begins: see `Walk`.
 
 from __future__ import annotations
 
+import math
 import os
 import re
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
-from functools import cached_property, partial
-from heapq import heapify, heappop, heappush
+from functools import cached_property, lru_cache, partial
+from heapq import heappop, heappush
 from itertools import chain
-from typing import TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 from shardkeep import errors
 from shardkeep.display import format_size, html_table
@@ -73,8 +75,32 @@ class Naming:
         return self.template.format(step=step)
 
     def step(self, name: str) -> int | None:
-        found = self._pattern.fullmatch(name)
-        return step if found and (step := int(found[1])) <= _MAX_STEP else None
+        return _step_in(self._pattern, name)
+
+
+@lru_cache(1 << 14)  # because a root is listed again and again
+def _step_in(pattern: re.Pattern[str], name: str) -> int | None:
+    found = pattern.fullmatch(name)
+    return step if found and (step := int(found[1])) <= _MAX_STEP else None
+
+
+class Listing(NamedTuple):
+    """The names of what may be a checkpoint, without reading it."""
+
+    by_step: dict[int, str]
+    """Those in which the template finds a step."""
+    steps: list[int]
+    """In ascending order."""
+    others: list[str]
+    """Those without a step, where all are listed."""
+    blobs: Callable[[], Sequence[str]]
+
+    def names(self) -> list[str]:
+        return [*self.by_step.values(), *self.others]
+
+    def pins(self) -> set[str]:
+        """Return the names that are pinned."""
+        return {name.removeprefix(_PIN_PREFIX) for name in self.blobs() if name.startswith(_PIN_PREFIX)}
 
 
 def template_of(name: str) -> str | None:
@@ -98,10 +124,6 @@ def guess_template(names: Iterable[str]) -> str:
         return DEFAULT_TEMPLATE
     likely = [template for template, _ in templates.most_common(5)]
     return max(likely, key=lambda template: sum(Naming(template).step(name) is not None for name in known))
-
-
-def pinned(root: base.Store) -> set[str]:
-    return {info.name.removeprefix(_PIN_PREFIX) for info in root.list() if info.name.startswith(_PIN_PREFIX)}
 
 
 def is_pinned(root: base.ReadableStore, name: str) -> bool:
@@ -176,7 +198,7 @@ class Catalog:
     @cached_property
     def naming(self) -> Naming:
         """How a `Checkpointer` names checkpoints here; without a template, guessed from all names."""
-        return Naming(guess_template(self.root.places()))
+        return Naming(guess_template(base.names_of(self.root).places))
 
     def __repr__(self) -> str:
         return f"Catalog({self.root.url!r}{'' if self._lists_all else f', {self.naming.template!r}'})"
@@ -187,20 +209,28 @@ class Catalog:
 
     def __iter__(self) -> Iterator[Entry]:
         """Read all entries, the highest step first."""
-        pins = pinned(self.root)
-        yield from sorted(self.read(self.names(), pins), key=lambda entry: entry.step, reverse=True)
+        found = self.listing()
+        yield from sorted(self.read(found.names(), found.pins()), key=lambda entry: entry.step, reverse=True)
 
-    def names(self) -> dict[str, int | None]:
-        """Return the names of what may be a checkpoint, without reading it, and the steps that the template finds in them."""
-        if not self._lists_all:
-            return {name: step for name in self.root.places() if (step := self.naming.step(name)) is not None}
-        places = list(self.root.places())
+    def listing(self) -> Listing:
+        """List the root, and find the steps in its names."""
+        names = base.names_of(self.root, base.with_any_names(self.root).list if self._lists_all else None)
         if "naming" not in self.__dict__:
-            self.naming = Naming(guess_template(places))
-        files = (info.name for info in base.with_any_names(self.root).list() if info.name.endswith(_FILE_SUFFIXES))
-        names = [name for name in places if not name.startswith(".")]
-        names += [name for name in files if not name.startswith(_PIN_PREFIX)]
-        return {name: self.naming.step(name) for name in names}
+            self.naming = names.derived.get(Naming) or Naming(guess_template(names.places))
+            names.derived[Naming] = self.naming
+        derived_as = self.naming.template, self._lists_all
+        if derived_as not in names.derived:
+            names.derived[derived_as] = self._listing(names)
+        return cast("Listing", names.derived[derived_as])
+
+    def _listing(self, names: base.Names) -> Listing:
+        if not self._lists_all:
+            by_step = {step: name for name in names.places if (step := self.naming.step(name)) is not None}
+            return Listing(by_step, sorted(by_step), [], names.blobs)
+        files = [name for name in names.blobs() if name.endswith(_FILE_SUFFIXES) and not name.startswith(_PIN_PREFIX)]
+        every = [*(name for name in names.places if not name.startswith(".")), *files]
+        by_step = {step: name for name in every if (step := self.naming.step(name)) is not None}
+        return Listing(by_step, sorted(by_step), [n for n in every if self.naming.step(n) is None], names.blobs)
 
     def read(self, names: Iterable[str], pins: Collection[str] | None = None) -> list[Entry]:
         """Read the entries of these names, without empty directories; `pins` are names that are pinned, if that is known."""
@@ -330,29 +360,26 @@ class Walk:
     def __init__(self, catalogs: Sequence[Catalog]) -> None:
         self._catalogs = catalogs
         self.roots = [each.root.url for each in catalogs]
-        self._unread: dict[int, list[tuple[int, str]]] = {}
+        self._unread: list[tuple[Listing, int]] = []  # and how many of its steps, the lowest ones, are not read
         self._read: dict[int, list[Entry]] = {}  # what is not yielded yet, by step
+        self._steps: list[int] = []  # a heap of those, negative
         self._done: list[Entry] = []
         for tier, each in enumerate(catalogs):
-            hint = each.hinted()
-            now = []
-            for name, step in each.names().items():
-                if step is None or hint is None or step > hint.step:
-                    now.append(name)
-                elif step < hint.step:
-                    self._unread.setdefault(step, []).append((tier, name))
+            hint, listing = each.hinted(), each.listing()
+            steps = listing.steps
+            above = 0 if hint is None else bisect_right(steps, hint.step)
+            self._unread.append((listing, 0 if hint is None else bisect_left(steps, hint.step)))
+            now = [*listing.others, *(listing.by_step[step] for step in steps[above:])]
             for entry in each.read(now) + ([] if hint is None else [hint]):
                 self._add(entry, tier)
         self.looked_at = [entry for found in self._read.values() for entry in found]
         """What may be of the newest timeline: it was read at once. If one of these cannot be read, the order is not known."""
         self.newest_timeline: int = max((entry.timeline for entry in self.looked_at), default=0)
-        self._steps = [-step for step in {*self._read, *self._unread}]
-        heapify(self._steps)
 
     def by_step(self) -> Iterator[Entry]:
         """Yield all entries, the highest step first; of one step the newest save, and of one save the near copy."""
         at = 0
-        while at < len(self._done) or self._steps:
+        while at < len(self._done) or self._steps or any(left for _, left in self._unread):
             if at == len(self._done):
                 self._advance()
             else:
@@ -372,20 +399,25 @@ class Walk:
                 yield require_readable(entry, self.roots)
 
     def _advance(self) -> None:
-        step = -heappop(self._steps)
-        for tier, name in self._unread.pop(step, ()):
-            for entry in self._catalogs[tier].read([name]):
-                self._add(entry, tier)
-                if entry.step < step:  # its record says so
-                    heappush(self._steps, -entry.step)
-        newest = self.newest_timeline
-        found = [entry for each in [*self._read] if each >= step for entry in self._read.pop(each)]
+        highest = [listing.steps[left - 1] if left else -math.inf for listing, left in self._unread]
+        step = max(*highest, -self._steps[0] if self._steps else -math.inf)
+        for tier, (listing, left) in enumerate(self._unread):
+            if highest[tier] == step:
+                self._unread[tier] = listing, left - 1
+                for entry in self._catalogs[tier].read([listing.by_step[listing.steps[left - 1]]]):
+                    self._add(entry, tier)  # its record may say that its step is another
+        newest, found = self.newest_timeline, list[Entry]()
+        while self._steps and -self._steps[0] >= step:
+            found += self._read.pop(-heappop(self._steps))
         self._done += merge_tiers(
             replace(each, timeline=newest) if each.problem is not None else each for each in found
         )
 
     def _add(self, entry: Entry, tier: int) -> None:
-        self._read.setdefault(entry.step, []).append(replace(entry, tier=tier))
+        if entry.step not in self._read:
+            self._read[entry.step] = []
+            heappush(self._steps, -entry.step)
+        self._read[entry.step].append(replace(entry, tier=tier))
 
 
 class KnownEntries:
@@ -394,34 +426,38 @@ class KnownEntries:
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._found: dict[str, Entry] = {}
+        self._uncertain: dict[str, Entry] = {}  # may be committed by now, and are read at each look
         self._pins: set[str] = set()
         self.fresh: set[str] = set()  # the names that were read since the last look began
         self.empty: list[str] = []  # directories without anything in them, at the last look
 
     def look(self) -> list[Entry]:
         """List the root and read what is not known to be committed; return all entries, the newest first."""
-        self._pins, names = pinned(self._catalog.root), self._catalog.names()
-        self._found = {
-            name: entry if entry.pinned == (name in self._pins) else replace(entry, pinned=not entry.pinned)
-            for name in names
-            if (entry := self._found.get(name)) and entry.committed and entry.save_id
-        }
-        self.fresh = set()
-        entries = self.read_again([name for name in names if name not in self._found])
-        self.empty = [name for name in names if name not in self._found]
+        listing = self._catalog.listing()
+        names, pins = {*listing.names()}, listing.pins()
+        for name in self._found.keys() - names:
+            self.forget(name)
+        for name in (self._pins ^ pins) & self._found.keys():
+            self._found[name] = replace(self._found[name], pinned=name in pins)
+        self._pins, self.fresh, self._uncertain = pins, set(), {}
+        unknown = names - self._found.keys()
+        entries = self.read_again(unknown)
+        self.empty = sorted(unknown - self._found.keys() - self._uncertain.keys())
         return entries
 
     def read_again(self, names: Collection[str]) -> list[Entry]:
         self.fresh.update(names)
         for name in names:
-            self._found.pop(name, None)
+            self.forget(name)
         # Without records: they name all files, and some roots have thousands of checkpoints of thousands of files.
-        read = self._catalog.read(names, self._pins)
-        self._found |= {entry.name: replace(entry, record=None) for entry in read}
-        return newest_first(self._found.values())
+        for entry in self._catalog.read(names, self._pins):
+            known = self._found if entry.committed and entry.save_id else self._uncertain
+            known[entry.name] = replace(entry, record=None)
+        return newest_first([*self._found.values(), *self._uncertain.values()])
 
     def forget(self, name: str) -> None:
         self._found.pop(name, None)
+        self._uncertain.pop(name, None)
 
 
 class Tiers:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
+from operator import attrgetter
 from typing import Any, Literal
 
 from shardkeep.display import OneLine, format_size
@@ -178,14 +179,17 @@ def current_branch_first(entries: Iterable[Entry], newest: int) -> Iterator[Entr
 
 def newest_first(entries: Iterable[Entry]) -> list[Entry]:
     """Order entries: first the current branch, the highest step first; then abandoned ones."""
+    by_step = sorted(entries, key=attrgetter("step"), reverse=True)
+    if by_step and (by_step[-1].step < 0 or len({entry.step for entry in by_step}) < len(by_step)):
 
-    def order(entry: Entry) -> tuple[int, int, float, str]:
-        # Only where the step is not known does the order depend on a clock.
-        saved_s = entry.saved_at.timestamp() if entry.step < 0 and entry.saved_at else 0.0
-        return entry.step, entry.timeline, saved_s, entry.name
+        def order(entry: Entry) -> tuple[int, int, float, str]:
+            # Only where the step is not known does the order depend on a clock.
+            saved_s = entry.saved_at.timestamp() if entry.step < 0 and entry.saved_at else 0.0
+            return entry.step, entry.timeline, saved_s, entry.name
 
-    by_step = sorted(entries, key=order, reverse=True)
-    return list(current_branch_first(by_step, max((entry.timeline for entry in by_step), default=0)))
+        by_step.sort(key=order, reverse=True)
+    timelines = {entry.timeline for entry in by_step}
+    return by_step if len(timelines) < 2 else list(current_branch_first(by_step, max(timelines)))
 
 
 def require_readable(entry: Entry, roots: Sequence[str]) -> Entry:

@@ -26,7 +26,7 @@ from shardkeep.events import Pruned, PruneFailed, emit
 from shardkeep.layouts import orphans
 from shardkeep.layouts.native import read_record, save_id_of
 from shardkeep.manage.catalog import LATEST_NAME, Catalog, KnownEntries, is_pinned, map_in_threads
-from shardkeep.manage.entry import Entry, newest_first
+from shardkeep.manage.entry import Entry
 from shardkeep.manage.lease import Lease
 from shardkeep.manage.retention import KeepAll, Policy, plan
 from shardkeep.storage.base import REMOVING_NAME, is_commit_marker
@@ -185,7 +185,9 @@ class Pruner:
         self._known.forget(just)
         entries = self._known.look()
         while True:
-            trusted = [replace(each, status="damaged") if each.name in self.distrusted else each for each in entries]
+            trusted, bad = entries, self.distrusted
+            if bad:
+                trusted = [replace(each, status="damaged") if each.name in bad else each for each in entries]
             if not any(each.name == just and each.committed for each in trusted):
                 # A checkpoint that was copied may have been deleted since, together with everything else.
                 level = logging.WARNING if is_new else logging.DEBUG
@@ -193,8 +195,7 @@ class Pruner:
                 return []
             uncopied = self._spared(trusted)
             spared = {*([just] if is_new else []), *self.locks.names(), *uncopied}
-            to_delete = plan(trusted, self._policy, self._now(), spared=spared).to_delete
-            committed = newest_first(each for each in trusted if each.committed)
+            _, to_delete, committed = plan(trusted, self._policy, self._now(), spared=spared)
             reasons = {committed[0].name, *uncopied, *self._policy.relies_on(committed)}
             unread = {*reasons, *(each.name for each in to_delete)} - self._known.fresh if to_delete else ()
             if not unread:

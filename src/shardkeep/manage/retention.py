@@ -203,6 +203,8 @@ class Retained(NamedTuple):
     kept: list[Entry]
     to_delete: list[Entry]
     """The oldest first, so that deleting can be interrupted at any time without losing newer ones."""
+    committed: list[Entry]
+    """The newest first."""
 
 
 def plan(entries: Iterable[Entry], policy: Policy, now: datetime, *, spared: Collection[str] = ()) -> Retained:
@@ -212,7 +214,7 @@ def plan(entries: Iterable[Entry], policy: Policy, now: datetime, *, spared: Col
     wanted = policy.wants(committed, now) | set(spared) | {entry.name for entry in committed[:1]}
     to_delete = [entry for entry in reversed(committed) if entry.name not in wanted and not entry.pinned]
     deleted = {entry.name for entry in to_delete}
-    return Retained([entry for entry in every if entry.name not in deleted], to_delete)
+    return Retained([entry for entry in every if entry.name not in deleted], to_delete, committed)
 
 
 Best = str | tuple[str, int] | tuple[str, int, Mode] | KeepBest

@@ -12,13 +12,14 @@ Functions below call an optional verb of a store, or of the store that it wraps,
 from __future__ import annotations
 
 import errno
+import functools
 import logging
 import operator
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar, cast
 
@@ -60,6 +61,7 @@ def check_name(name: str) -> str:
     return name
 
 
+@functools.lru_cache(1 << 14)  # because a root is listed again and again
 def is_place_name(name: str) -> bool:
     """Return whether a directory of this name can be listed and read: other programs choose names with `=` or spaces."""
     return _PLACE.fullmatch(name) is not None
@@ -97,6 +99,17 @@ class Version:
     tag: str
     generation: str = ""
     """A second token that some stores require."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """A listing of a root; the same one as before if the store knows that nothing has changed."""
+
+    places: Sequence[str]
+    blobs: Callable[[], Sequence[str]]
+    """The names of its blobs, also those of other programs if the listing has them (`is_place_name`)."""
+    derived: dict[object, Any] = field(default_factory=dict)
+    """What was made from it, and need not be made again."""
 
 
 class BlobWriter(Protocol):
@@ -279,6 +292,19 @@ def exists(store: ReadableStore, name: str) -> bool:
     except BlobNotFound:
         return False
     return True
+
+
+def names_of(root: Root, list_blobs: Callable[[], Iterator[BlobInfo]] | None = None) -> Names:
+    """
+    List the places below a root, and its blobs in the same step if the root can do that (`all_names`).
+
+    If not, `list_blobs` lists these when they are wanted, instead of the root.
+    """
+    # Only if the class itself has the verb: a subclass may have changed `places`.
+    if "all_names" in vars(type(root)):
+        return cast("Names", cast("Any", root).all_names())
+    listed = list_blobs or root.list
+    return Names(list(root.places()), functools.cache(lambda: [info.name for info in listed()]))
 
 
 def put_if_unchanged(store: Store, name: str, data: bytes, over: Version | None) -> bool:

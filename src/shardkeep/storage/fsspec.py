@@ -210,7 +210,7 @@ class FsspecStore(ConditionalPuts):
             return None
 
     def list(self) -> Iterator[base.BlobInfo]:
-        files = [(name, info) for name, info in self._level("file") if base.is_name(name)]
+        files = [(name, info) for name, info in self._level() if info.get("type") == "file" and base.is_name(name)]
         found = [base.BlobInfo(name, int(info["size"]), _modified_s(info)) for name, info in files]
         return iter(sorted(found, key=lambda blob: blob.name))
 
@@ -228,8 +228,13 @@ class FsspecStore(ConditionalPuts):
         """Return False: fsspec has no conditions. Its mode "create" looks and then puts, as `ConditionalPuts` does."""
         return False
 
+    def all_names(self) -> base.Names:
+        level = [(name, info.get("type")) for name, info in self._level() if base.is_place_name(name)]
+        places = [name for name, kind in level if kind == "directory"]
+        return base.Names(places, lambda: [name for name, kind in level if kind == "file"])
+
     def places(self) -> Iterator[str]:
-        return iter([name for name, _ in self._level("directory") if base.is_place_name(name)])
+        return iter(self.all_names().places)
 
     def place(self, name: str) -> FsspecStore:
         path = f"{self._path}/{base.check_place(name)}"
@@ -251,7 +256,7 @@ class FsspecStore(ConditionalPuts):
     def path_of(self, name: str) -> str:
         return f"{self._path}/{base.check_name(name)}"
 
-    def _level(self, kind: str) -> Sequence[tuple[str, dict[str, Any]]]:
+    def _level(self) -> Sequence[tuple[str, dict[str, Any]]]:
         with fs_errors("cannot list", self.url):
             self.fs.invalidate_cache(self._path)
             try:
@@ -261,7 +266,7 @@ class FsspecStore(ConditionalPuts):
         # `ls` of a file lists the file itself.
         itself = self.fs._strip_protocol(self._path)
         level = [info for info in level if self.fs._strip_protocol(info["name"]) != itself or info["type"] != "file"]
-        return [(info["name"].rstrip("/").rpartition("/")[2], info) for info in level if info.get("type") == kind]
+        return [(info["name"].rstrip("/").rpartition("/")[2], info) for info in level]
 
 
 def _modified_s(info: dict[str, Any]) -> float:

@@ -431,6 +431,67 @@ class NewestSave:
 newest_save = per_process(NewestSave)
 
 
+_REALTIME_COARSE = 5
+"""Linux's clock by which file systems stamp what changes: it goes on in steps of some milliseconds."""
+_WORTH_KEEPING = 64
+"""Directories with fewer names are listed in no time."""
+_MOST_KEPT = 16
+
+
+class KeptNames:
+    """
+    The last listings of large directories: valid until the directory's own times change, as they do with each name in it.
+
+    Names that change in the same tick of the clock would leave no trace. So a listing is kept only if the directory last
+    changed in an earlier tick, by the clock from which the next change gets its time; and only on local file systems.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[tuple[int, ...], base.Names]] = {}
+
+    def of(self, path: str) -> tuple[base.Names, Sequence[os.DirEntry[str]]]:
+        """Return the directories and files of a directory, and what is neither, such as links; nothing where there is none."""
+        now_ns = time.clock_gettime_ns(_REALTIME_COARSE) if sys.platform.startswith("linux") else 0
+        try:
+            status = os.stat(path)
+            changed = status.st_mtime_ns, status.st_ctime_ns
+            state = status.st_dev, status.st_ino, *changed
+            if (kept := self._found.get(path)) and kept[0] == state:
+                return kept[1], ()
+            places, others = list[str](), list[os.DirEntry[str]]()
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        places.append(entry.name)
+                    else:
+                        others.append(entry)
+        except FileNotFoundError:
+            return base.Names((), tuple), ()
+        places = list(filter(base.is_place_name, places))
+        others = [entry for entry in others if base.is_place_name(entry.name)]
+        blobs = [entry.name for entry in others if entry.is_file(follow_symlinks=False)]
+        links = [entry for entry in others if not entry.is_file(follow_symlinks=False)]
+        names = base.Names(places, lambda: blobs)
+        self._found.pop(path, None)
+        # What a link leads to changes elsewhere.
+        if len(places) + len(blobs) < _WORTH_KEEPING or links or not has_settled(changed, now_ns):
+            return names, links
+        if _kind_of(path) in {*_ON_DISK, *_IN_MEMORY}:
+            for oldest in list(self._found)[: 1 - _MOST_KEPT]:
+                self._found.pop(oldest, None)
+            self._found[path] = state, names
+        return names, links
+
+
+kept_names = per_process(KeptNames)
+
+
+def has_settled(changed: Sequence[int], now_ns: int) -> bool:
+    """Return whether what changes now, by the clock of the file system, gets other times than these."""
+    # Some file systems keep whole seconds, or two.
+    return max(changed) + (1_000_000 if all(each % 1_000_000 for each in changed) else 2_000_000_000) <= now_ns
+
+
 def drop_from_cache(paths: Iterable[str], offset: int = 0, nbytes: int = 0) -> None:
     """Drop a range of files from the page cache; 0 bytes mean the rest of a file. Never raises."""
     if not hasattr(os, "posix_fadvise"):
@@ -708,21 +769,22 @@ class LocalStore:
                 digest = blake2b(file.read(), digest_size=16).hexdigest()
                 return base.Version(digest, str(os.fstat(files.buffered).st_mtime_ns))
 
-    def _entries(self) -> list[os.DirEntry[str]]:
-        with storage_errors("cannot list", self.url), suppress(FileNotFoundError), os.scandir(self._path) as entries:
-            return list(entries)
-        return []
+    def all_names(self) -> base.Names:
+        with storage_errors("cannot list", self.url):
+            names, links = kept_names().of(self._path)
+            more = [entry.name for entry in links if entry.is_dir()]
+        return base.Names([*names.places, *more], names.blobs) if more else names
 
     def list(self) -> Iterator[base.BlobInfo]:
         found = []
         with storage_errors("cannot list", self.url):
-            is_name = base.is_place_name if self._foreign else base.is_name
-            for entry in self._entries():
+            for name in sorted(kept_names().of(self._path)[0].blobs()):
                 with suppress(FileNotFoundError):  # deleted since
-                    if entry.is_file(follow_symlinks=False) and is_name(entry.name):
-                        status = entry.stat(follow_symlinks=False)
-                        found.append(base.BlobInfo(entry.name, status.st_size, status.st_mtime))
-        return iter(sorted(found, key=lambda blob: blob.name))
+                    if self._foreign or base.is_name(name):
+                        status = os.stat(os.path.join(self._path, name), follow_symlinks=False)
+                        if stat.S_ISREG(status.st_mode):
+                            found.append(base.BlobInfo(name, status.st_size, status.st_mtime))
+        return iter(found)
 
     def free_nbytes(self) -> int | None:
         path = self._path
@@ -749,8 +811,7 @@ class LocalStore:
                 sync_directory(self._path)
 
     def places(self) -> Iterator[str]:
-        with storage_errors("cannot list", self.url):
-            return iter([each.name for each in self._entries() if each.is_dir() and base.is_place_name(each.name)])
+        return iter(self.all_names().places)
 
     def place(self, name: str) -> LocalStore:
         return LocalStore(os.path.join(self.url, base.check_place(name)), direct=self._direct, durable=self._durable)

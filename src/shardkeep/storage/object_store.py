@@ -226,13 +226,16 @@ class ObjectStore(ConditionalPuts):
                 self.delete(name)
 
     def list(self) -> Iterator[base.BlobInfo]:
+        return iter(self._blobs(self._level()))
+
+    def _blobs(self, level: dict[str, Any]) -> Sequence[base.BlobInfo]:
         found = []
-        for each in self._level()["objects"]:
+        for each in level["objects"]:
             name = each["path"].removeprefix(self.prefix)
             # Some services list the prefix itself, as an empty object.
             if each["path"].startswith(self.prefix) and base.is_name(name):
                 found.append(base.BlobInfo(name, each["size"], each["last_modified"].timestamp()))
-        return iter(sorted(found, key=lambda blob: blob.name))
+        return sorted(found, key=lambda blob: blob.name)
 
     def delete(self, name: str) -> None:
         self.delete_all([name])
@@ -256,9 +259,13 @@ class ObjectStore(ConditionalPuts):
             "list", self.url, "", lambda client: obstore().list_with_delimiter(client, self.prefix or None)
         )
 
+    def all_names(self) -> base.Names:
+        level = self._level()
+        found = [path.rstrip("/").removeprefix(self.prefix) for path in level["common_prefixes"]]
+        return base.Names([*filter(base.is_place_name, found)], lambda: [info.name for info in self._blobs(level)])
+
     def places(self) -> Iterator[str]:
-        found = [path.rstrip("/").removeprefix(self.prefix) for path in self._level()["common_prefixes"]]
-        return iter([name for name in found if base.is_place_name(name)])
+        return iter(self.all_names().places)
 
     def place(self, name: str) -> ObjectStore:
         return ObjectStore(self.bucket, f"{self.prefix}{base.check_place(name)}/", f"{self.url}/{name}")

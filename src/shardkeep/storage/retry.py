@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 from shardkeep.errors import SaveCancelled, StorageError
+from shardkeep.storage import base
 from shardkeep.storage.base import BlobReader, BlobWriter, Root, Store, Version, create_upto, holds, spec_of
 from shardkeep.storage.wrapper import ReaderWrapper, StoreWrapper, WriterWrapper
 
@@ -158,6 +159,9 @@ class RetryingStore(StoreWrapper):
 
     def places(self) -> Iterator[str]:
         return iter(self.call("list the places of", "", lambda: list(self._root.places())))
+
+    def all_names(self) -> base.Names:
+        return self.call("list", "", lambda: base.names_of(self._root, self.list))
 
     def place(self, name: str) -> RetryingStore:
         return RetryingStore(self._root.place(name), self._policy)
