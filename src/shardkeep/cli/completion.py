@@ -36,9 +36,8 @@ def completion(args: argparse.Namespace) -> int:
         raise UsageError("completion needs the package shtab", hint="pip install shtab") from exc
     script: str = shtab.complete(_whole_parser(shtab.DIRECTORY), args.shell)
     if args.json:
-        print_json({"shell": args.shell, "script": script})
-    else:
-        print(script)
+        return print_json({"shell": args.shell, "script": script})
+    print(script)
     return 0
 
 

@@ -6,7 +6,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
@@ -178,10 +178,6 @@ def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
         "stored_bytes": record.stored_nbytes,
         "files": len(record.files),
     }
-
-
-def item_json(checkpoint: Checkpoint, item: Item, *, chunks: bool) -> dict[str, Any]:
-    return asdict(item) | ({"chunks": stored_chunks(checkpoint, item)} if chunks else {})
 
 
 def print_chunks(chunks: Sequence[Chunk]) -> None:

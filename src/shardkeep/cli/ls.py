@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import Any, TypeVar
 
@@ -186,7 +187,9 @@ def _list_keys(checkpoint: Checkpoint, args: argparse.Namespace) -> int:
     every = contents.matching_items(checkpoint, args.pattern)
     items = _select(every, args, lambda item: item.key, lambda item: item.own_nbytes)
     if args.json:
-        found = [contents.item_json(checkpoint, item, chunks=args.long) for item in items]
+        found = [
+            asdict(item) | ({"chunks": contents.stored_chunks(checkpoint, item)} if args.long else {}) for item in items
+        ]
         return out.print_json(
             {"kind": "checkpoint", "path": args.path, **contents.checkpoint_json(checkpoint), "items": found}
         )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from shardkeep.cli import argument, command
 from shardkeep.cli import output as out
-from shardkeep.cli.contents import Item, brief_value, find_items, item_json, print_chunks, stored_chunks, text_of
+from shardkeep.cli.contents import Item, brief_value, find_items, print_chunks, stored_chunks, text_of
 from shardkeep.cli.runs import open_with_hints
 from shardkeep.format.boxes import parse_index
 from shardkeep.opening import Checkpoint, StoredTensor
@@ -50,9 +51,7 @@ def show(args: argparse.Namespace) -> int:
     if args.slice is not None:
         raise out.UsageError(f"{item.key!r} is a value, not a tensor: it has no slices")
     if args.json:
-        return out.print_json(
-            item_json(checkpoint, item, chunks=False) | {"type": type(found).__name__, "value": found}
-        )
+        return out.print_json({**asdict(item), "type": type(found).__name__, "value": found})
     print(out.printable_lines(found if isinstance(found, str) else repr(found)))
     return 0
 
@@ -74,7 +73,7 @@ def _parse_part(part: str, text: str) -> Any:
         raise out.UsageError(f"--slice {text!r}: {part!r} is not an index", hint=hint) from None
 
 
-def _show_slice(checkpoint: Checkpoint, item: Item, stored: StoredTensor, args: argparse.Namespace) -> int:
+def _show_slice(_: Checkpoint, item: Item, stored: StoredTensor, args: argparse.Namespace) -> int:
     index = parse_slice(args.slice)
     try:
         picks = parse_index(item.key, item.shape, index)
@@ -91,8 +90,7 @@ def _show_slice(checkpoint: Checkpoint, item: Item, stored: StoredTensor, args: 
 
     values = as_array(stored[index])
     if args.json:
-        document = item_json(checkpoint, item, chunks=False)
-        return out.print_json(document | {"slice": args.slice, "values": values.tolist()})
+        return out.print_json({**asdict(item), "slice": args.slice, "values": values.tolist()})
     print(f"{out.printable(item.key)}[{args.slice}]  {item.dtype} {out.format_shape(values.shape)}")
     print(np.array2string(values, max_line_width=out.terminal_width() or 100, precision=6, separator=" "))
     return 0
@@ -106,7 +104,7 @@ def _show_prefix(checkpoint: Checkpoint, items: list[Item], args: argparse.Names
         )
     found = _statistics_of(checkpoint, [item for item in items if item.is_tensor])
     if args.json:
-        listed = [item_json(checkpoint, item, chunks=False) | {"statistics": found.get(item.key)} for item in items]
+        listed = [{**asdict(item), "statistics": found.get(item.key)} for item in items]
         return out.print_json({"prefix": args.key, "items": listed})
     total = sum(item.own_nbytes for item in items)
     print(
@@ -153,12 +151,11 @@ def _show_tensor(checkpoint: Checkpoint, item: Item, stored: StoredTensor, args:
             histogram = tensors.compute_histogram(
                 checkpoint, item, statistics, _BINS, lambda read: update(advance=read)
             )
+    chunks = stored_chunks(checkpoint, item)
     if args.json:
-        document = item_json(checkpoint, item, chunks=True)
-        return out.print_json(document | {"statistics": statistics, "histogram": histogram})
+        return out.print_json({**asdict(item), "chunks": chunks, "statistics": statistics, "histogram": histogram})
     print(out.styled(out.printable(item.key), "bold"))
     print(f"  {text_of(checkpoint, item)}")
-    chunks = stored_chunks(checkpoint, item)
     print_chunks(chunks[:_MAX_CHUNKS])
     if len(chunks) > _MAX_CHUNKS:
         print(f"  and {out.format_count(len(chunks) - _MAX_CHUNKS, 'more chunk')} (`shardkeep ls --long` lists them)")
