@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from shardkeep.codecs.base import WRAPPED, Codec, CodecConfig, CodecRecord, FramePlace, require_module
+from shardkeep.codecs.base import WRAPPED, Codec, CodecConfig, CodecRecord, FramePlace, invalid_record, require_module
 from shardkeep.codecs.keys import KEY_NBYTES, KeySource
-from shardkeep.errors import InvalidCodec, KeyMissing, NotAuthentic, WrongKey
+from shardkeep.errors import KeyMissing, NotAuthentic, WrongKey
 
 _NONCE_NBYTES = 12
 _TAG_NBYTES = 16
@@ -54,7 +54,7 @@ class Aes(CodecConfig, frozen=True):
         try:
             salt = bytes.fromhex(recorded["salt"])
         except (KeyError, TypeError, ValueError) as exc:
-            raise _invalid_record("salt") from exc
+            raise invalid_record(cls.name, "'salt' is missing or malformed") from exc
         return _AesCodec(_data_key(recorded, keys), salt)
 
     @classmethod
@@ -122,7 +122,7 @@ def _data_key(recorded: CodecRecord, keys: KeySource | None) -> bytes:
     try:
         key_id, wrapped = str(recorded[WRAPPED]["key_id"]), bytes.fromhex(recorded[WRAPPED]["key"])
     except (KeyError, TypeError, ValueError) as exc:
-        raise _invalid_record(WRAPPED) from exc
+        raise invalid_record(Aes.name, f"{WRAPPED!r} is missing or malformed") from exc
     if keys is None:
         raise KeyMissing(
             f"the checkpoint is encrypted with the key {key_id}, and no key was given",
@@ -133,13 +133,6 @@ def _data_key(recorded: CodecRecord, keys: KeySource | None) -> bytes:
     if len(data_key) != KEY_NBYTES:
         raise WrongKey(f"the key {key_id} unwraps a data key of {len(data_key)} bytes, expected {KEY_NBYTES}")
     return data_key
-
-
-def _invalid_record(entry: str) -> InvalidCodec:
-    return InvalidCodec(
-        f"the checkpoint's record of its codec 'aes' is invalid: {entry!r} is missing or malformed",
-        hint="the commit record was edited or damaged: use another checkpoint",
-    )
 
 
 def _bound_to(place: FramePlace, nbytes: int) -> bytes:

@@ -123,10 +123,7 @@ class CodecConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         try:
             return msgspec.convert(fields, cls)
         except (msgspec.ValidationError, TypeError, ValueError) as exc:
-            raise InvalidCodec(
-                f"the checkpoint's record of its codec {cls.name!r} is invalid: {exc}",
-                hint="the commit record was edited or damaged: use another checkpoint",
-            ) from exc
+            raise invalid_record(cls.name, exc) from exc
 
     @classmethod
     def check_version(cls, recorded: CodecRecord) -> None:
@@ -151,6 +148,11 @@ class CodecConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def rewrap(cls, recorded: CodecRecord, keys: KeySource) -> CodecRecord:  # noqa: ARG003 - for codecs that encrypt
         """Return the record with its data key wrapped by the current key; only the entry `WRAPPED` may differ."""
         return recorded
+
+
+def invalid_record(codec: str, why: object) -> InvalidCodec:
+    hint = "the commit record was edited or damaged: use another checkpoint"
+    return InvalidCodec(f"the checkpoint's record of its codec {codec!r} is invalid: {why}", hint=hint)
 
 
 def without_keys(recorded: list[CodecRecord]) -> list[CodecRecord]:

@@ -20,7 +20,7 @@ from itertools import starmap, takewhile
 from typing import TYPE_CHECKING, Literal
 
 from shardkeep.codecs.base import WRAPPED
-from shardkeep.conversion.pipeline import Progress, WriteArguments, Written
+from shardkeep.conversion.pipeline import Progress, WriteArguments, Written, already_there
 from shardkeep.conversion.select import Selection, cast_target, select, select_all
 from shardkeep.conversion.to_file import write_torch_file
 from shardkeep.conversion.to_hf import model_files, names_in, state_metadata, write_model
@@ -410,10 +410,7 @@ def replacing_other_layouts(store: Store, layout: str, *, overwrite: bool) -> It
     to = store.url
     old = _other_layout_files(store, layout)
     if old and not overwrite:
-        raise CheckpointExists(
-            f"{to}: a checkpoint of another layout is already there ({old[0]})",
-            hint="pass overwrite=True to replace it, or give another place",
-        )
+        raise already_there(to, "a checkpoint of another layout", old[0])
     if old and (writer := orphans.survey(store).living):
         raise CheckpointExists(
             f"{to}: another save is writing here (process {writer.pid})", hint="wait for it, or give another place"

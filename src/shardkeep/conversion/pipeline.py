@@ -21,6 +21,7 @@ from shardkeep.engine.fill import fill
 from shardkeep.engine.reader import DataFiles, DigestCache, Source, list_keys, read_files
 from shardkeep.engine.workers import divide_budget
 from shardkeep.engine.writer import FileJob, Window, file_entry, write_files
+from shardkeep.errors import CheckpointExists
 from shardkeep.format.boxes import Box, Boxes, flat_range_to_boxes
 from shardkeep.format.data_file import block_nbytes_for
 from shardkeep.format.dtypes import DType, to_torch
@@ -251,6 +252,11 @@ def verify_written(
 
     plans = [every_block(number, file.job.data_nbytes, window_nbytes=window) for number, file in enumerate(files)]
     read_files(DataFiles(store, entries, keys_at, known), plans, {}, threads=threads, window_nbytes=window)
+
+
+def already_there(where: str, what: str, name: str) -> CheckpointExists:
+    hint = "pass overwrite=True to replace it, or give another place"
+    return CheckpointExists(f"{where}: {what} is already there ({name})", hint=hint)
 
 
 def limits(options: Options, *stores: object) -> tuple[int, int]:

@@ -171,10 +171,7 @@ def write_and_publish(
 def _replaced(folder: safetensors_publish.ModelDirectory, *, overwrite: bool) -> list[str]:
     there = model_files(folder)
     if (there or folder.index) and not overwrite:
-        raise CheckpointExists(
-            f"{folder.path}: a model is already there ({', '.join(there[:3]) or folder.index})",
-            hint="pass overwrite=True to replace it, or give another place",
-        )
+        raise pipeline.already_there(folder.path, "a model", ", ".join(there[:3]) or str(folder.index))
     return there
 
 

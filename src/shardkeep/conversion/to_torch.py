@@ -21,8 +21,8 @@ from shardkeep.conversion.to_hf import names_in
 from shardkeep.engine.reader import Source
 from shardkeep.engine.torch_source import item_batches
 from shardkeep.engine.torch_view import TorchView
-from shardkeep.errors import CheckpointExists
 from shardkeep.format.boxes import Boxes, Ints, whole
+from shardkeep.format.data_file import ALIGNMENT
 from shardkeep.format.torch_zip import frame_tensor
 from shardkeep.layouts import orphans
 from shardkeep.layouts import torch_values as protocol
@@ -36,8 +36,6 @@ _FILE_NBYTES = 4 << 30
 _SHARED_FILE_NBYTES = 256 << 20
 _FILES_OF_RANK = 4
 """If several ranks share the work, files are smaller: about as many of each rank, but none below the size above."""
-_ALIGNMENT = 4096
-"""A tensor's bytes begin at a multiple of this, a page, for direct I/O."""
 
 
 _Item = tuple[str, memoryview | pipeline.TensorPart]
@@ -60,10 +58,7 @@ def write_torch_layout(
     def begin() -> list[str]:
         taken = set(names_in(store))
         if not how.overwrite and METADATA_NAME in taken:
-            raise CheckpointExists(
-                f"{store.url}: a checkpoint is already there ({METADATA_NAME})",
-                hint="pass overwrite=True to replace it, or give another place",
-            )
+            raise pipeline.already_there(store.url, "a checkpoint", METADATA_NAME)
         # A checkpoint that is there must stay whole until the commit: no file has a name of another.
         numbered = (f"__0_{number}{DATA_SUFFIX}" for number in count(commit.first_number()))
         return list(islice((name for name in numbered if name not in taken), len(groups)))
@@ -146,7 +141,7 @@ def _lay_out(
         own: list[pipeline.Part] = [data]
         start = -1
         if isinstance(data, pipeline.TensorPart):
-            head, tail = frame_tensor(data.dtype, data.box.sizes, at=at, alignment=_ALIGNMENT)
+            head, tail = frame_tensor(data.dtype, data.box.sizes, at=at, alignment=ALIGNMENT)
             own = [memoryview(head), data, memoryview(tail)]
             start = at + len(head)
         nbytes = sum(part.nbytes for part in own)
