@@ -180,10 +180,8 @@ class LoadFilter:
         """Return the filter with valid arguments, iterators turned into tuples; raise for arguments that make no sense."""
         patterns.renamer(self.rename)
         cast = self.cast if isinstance(self.cast, bool) else patterns.checked_patterns("cast", self.cast)
-        include, exclude = (
-            patterns.checked_patterns("include", self.include),
-            patterns.checked_patterns("exclude", self.exclude),
-        )
+        include = patterns.checked_patterns("include", self.include)
+        exclude = patterns.checked_patterns("exclude", self.exclude)
         return LoadFilter(include, exclude, self.rename, False if cast is None else cast)
 
     def unused(self, names: list[str]) -> list[tuple[str, str]]:

@@ -47,7 +47,7 @@ def decoding(where: str) -> Iterator[None]:
 
 MAGIC = b"SKINDEX1"
 _MAX_AXES = 64
-_MAX_ELEMENTS = 2.0**58
+MAX_ELEMENTS = 2.0**58
 """Most elements of a tensor, counting an axis of size 0 as 1: sizes in bytes stay below 2**63."""
 _TEXTS = frozenset({"keys", "value_keys", "values", "tree"})
 _MATRICES = frozenset({"shape", "offsets", "sizes"})
@@ -364,7 +364,7 @@ def _shapes_fit(tensors: Tensors) -> bool:
     with np.errstate(over="ignore"):
         elements = np.prod(np.maximum(shape, 1).astype(np.float64), axis=1)
     padding = np.arange(shape.shape[1]) >= tensors.ndim[:, None]
-    return bool(np.all(elements < _MAX_ELEMENTS) and np.all(shape[padding] == 1))
+    return bool(np.all(elements < MAX_ELEMENTS) and np.all(shape[padding] == 1))
 
 
 def _ties_fit(index: Index) -> bool:

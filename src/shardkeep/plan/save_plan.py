@@ -36,7 +36,7 @@ from shardkeep.format.boxes import (
     within,
 )
 from shardkeep.format.data_file import block_nbytes_for
-from shardkeep.format.index import Tensors
+from shardkeep.format.index import MAX_ELEMENTS, Tensors
 from shardkeep.format.record import Recorded
 from shardkeep.format.values import decode_tree, encode_tree, merge_trees
 from shardkeep.options import decodable
@@ -164,8 +164,6 @@ class RankWritePlan(msgspec.Struct, frozen=True, kw_only=True):
     """The store takes bytes only in order: digests of files without codecs go into sidecar files."""
 
 
-MAX_ELEMENTS = 2.0**58
-"""Of a tensor, with an axis of size 0 counted as 1: the index holds no more (`format.index`)."""
 MOST_GROUPS = 8
 """A state with more top-level containers than this goes to one file for each rank."""
 
