@@ -21,8 +21,17 @@ import xxhash
 from shardkeep.engine.native_save import index_of, make_manifest, split_by_rank
 from shardkeep.engine.save_session import PlanRequest
 from shardkeep.format.boxes import Boxes, pack
-from shardkeep.format.index import Chunks, Index, Tensors, decode_index, encode_index, strings_of
-from shardkeep.format.index_parts import PartialIndex, head_nbytes, parts_of
+from shardkeep.format.index import (
+    Chunks,
+    Index,
+    PartialIndex,
+    Tensors,
+    decode_index,
+    encode_index,
+    head_nbytes,
+    parts_of,
+    strings_of,
+)
 from shardkeep.plan.load_plan import ReadRequests, plan_load
 from shardkeep.plan.save_plan import (
     RankManifest,

@@ -8,8 +8,7 @@ import torch
 
 import shardkeep as sk
 from shardkeep.format.boxes import segment_starts
-from shardkeep.format.index import Chunks
-from shardkeep.format.index_parts import parts_of
+from shardkeep.format.index import Chunks, parts_of
 from shardkeep.layouts import native
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.storage.wrapper import ReaderWrapper, StoreWrapper

@@ -13,11 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardkeep as sk
-from shardkeep.format import index_parts
 from shardkeep.format.boxes import Box, whole
 from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.dtypes import by_code
-from shardkeep.format.index import MAGIC, build_index, decode_index, encode_index, read_table, strings_of
+from shardkeep.format.index import (
+    MAGIC,
+    PartialIndex,
+    build_index,
+    decode_index,
+    encode_index,
+    head_nbytes,
+    parts_of,
+    read_table,
+    strings_of,
+)
 from shardkeep.format.record import RECORD_NAME, decode_record
 from shardkeep.plan.load_plan import ReadRequests, plan_load
 from shardkeep.testing.faulty_store import FaultyStore
@@ -110,8 +119,8 @@ def test_older_readers_see_the_same_index():
     index = decode_index(data, where="test")
     without = decode_index(encode_index(index), where="test")
     assert record.version == 1
-    assert entry.head_nbytes == index_parts.head_nbytes(data)
-    assert index_parts.head_nbytes(encode_index(index)) is None
+    assert entry.head_nbytes == head_nbytes(data)
+    assert head_nbytes(encode_index(index)) is None
     assert all(map(np.array_equal, index.chunks.columns(), without.chunks.columns()))
     assert index.keys.all() == without.keys.all()
 
@@ -141,7 +150,7 @@ def irregular():
         value_data=strings_of([b"\x01"]),
         where="test",
     )
-    return index, encode_index(index, parts=index_parts.parts_of(index))
+    return index, encode_index(index, parts=parts_of(index))
 
 
 def partial_index(data):
@@ -151,10 +160,8 @@ def partial_index(data):
         reads.append(nbytes)
         return decode(memoryview(data)[offset : offset + nbytes])
 
-    head = memoryview(data)[: index_parts.head_nbytes(data)]
-    return index_parts.PartialIndex(
-        head, len(data), load, lambda: decode_index(data, where="test"), where="test"
-    ), reads
+    head = memoryview(data)[: head_nbytes(data)]
+    return PartialIndex(head, len(data), load, lambda: decode_index(data, where="test"), where="test"), reads
 
 
 @settings(max_examples=60, deadline=None)
@@ -263,7 +270,7 @@ def with_index(blobs, index):
     entry, _ = index_of(blobs)
     record = json.loads(blobs[RECORD_NAME])
     record.pop("checksum")
-    head = index_parts.head_nbytes(index)
+    head = head_nbytes(index)
     record["index"] |= {
         "nbytes": len(index),
         "checksum": checksum_text(digest(index)),

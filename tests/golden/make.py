@@ -15,7 +15,7 @@ import torch
 import shardkeep as sk
 from shardkeep.codecs.keys import KeyRing
 from shardkeep.format.boxes import segment_starts
-from shardkeep.format.index_parts import PART_ROWS, parts_of
+from shardkeep.format.index import PART_ROWS, parts_of
 from shardkeep.format.record import VERSION
 from shardkeep.layouts import native
 from shardkeep.testing.thread_ranks import run_thread_ranks

@@ -37,8 +37,7 @@ from shardkeep.engine.writer import FileJob
 from shardkeep.format.boxes import Box, Boxes, IntArray, ints, pack, relative, slices
 from shardkeep.format.data_file import HeaderEntry, build_header
 from shardkeep.format.dtypes import by_code
-from shardkeep.format.index import Chunks, Index, strings_of
-from shardkeep.format.index_parts import IndexParts, parts_of
+from shardkeep.format.index import Chunks, Index, IndexParts, parts_of, strings_of
 from shardkeep.format.record import RECORD_NAME, Record, Recorded, checked_meta, checked_step
 from shardkeep.format.values import decode_tree, encode_tree, encode_value
 from shardkeep.layouts import native, orphans

@@ -58,7 +58,7 @@ class Blob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     table_checksum: str | None = None
     """With the footer (`format.frames`)."""
     head_nbytes: int | None = None
-    """Of an index with parts (`format.index_parts`): how many of its first bytes say where they are."""
+    """Of an index with parts (`format.index`): how many of its first bytes say where they are."""
     head_checksum: str | None = None
     """Checksum of these bytes."""
 

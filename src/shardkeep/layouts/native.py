@@ -30,8 +30,7 @@ from shardkeep.format import record as record_format
 from shardkeep.format.boxes import Box
 from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.frames import FRAME_NBYTES
-from shardkeep.format.index import Index, decode_index, encode_index
-from shardkeep.format.index_parts import IndexParts, PartialIndex, head_nbytes
+from shardkeep.format.index import Index, IndexParts, PartialIndex, decode_index, encode_index, head_nbytes
 from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, Blob, FileEntry, Record, Totals
 from shardkeep.layouts.torch import METADATA_NAME
 from shardkeep.storage import base
