@@ -199,6 +199,7 @@ class Saves:
         spared = lambda near: self.replicator.coordinator.unreplicated(near) if self.replicator else ()  # noqa: E731
         self._pruner = Pruner(tiers.near, policy, self._lease, ranks.clock.now, spared=spared)
         self._in_call = False  # whether this rank is inside the call of a save
+        self._swept = True  # whether the pruner has begun to sweep
         self.replicator: Replicator | None = None
         if terms is not None:
             self.replicator = Replicator(
@@ -298,7 +299,7 @@ class Saves:
         return self._timeline is not None
 
     def begin(self, step: int) -> None:
-        """Before the first save, and the first after a restore: acquire the root, find the timeline, and begin to sweep."""
+        """Before the first save, and the first after a restore: acquire the root, and find the timeline."""
         if self._timeline is not None:
             return
         found: list[Timeline] = []
@@ -315,7 +316,7 @@ class Saves:
             for entry in walk.looked_at:  # not in the background: the next save may need the room
                 if entry.tier == NEAR and entry.status == "unfinished":
                     self._pruner.sweep_one(entry.name)
-            self._pruner.begin()
+            self._swept = False
             return secrets.token_hex(8)
 
         session = self._on_rank_0(f"begin to save step {step} to {self._root.url}", acquire, str)
@@ -364,6 +365,7 @@ class Saves:
                 tasks.skip()
             if first:
                 self._pruner.locks.release(name)
+                self._sweep()
             raise
         finally:
             self._in_call = False
@@ -372,11 +374,18 @@ class Saves:
             self._pending.add(saved)
         if first:
             self._pruner.after_save(name, lambda: _succeeded(saved, step, timeline))
+            self._sweep()
         if self.replicator is not None:
             self.replicator.after(saved, name)
         if other_failure is not None:
             raise other_failure
         return saved
+
+    def _sweep(self) -> None:
+        """Begin to sweep once, after a save and not beside it, because many records are read for it."""
+        if not self._swept:
+            self._swept = True
+            self._pruner.begin()
 
     def _warn_of_missing_metrics(self, step: int, given: Mapping[str, Any]) -> None:
         for name in sorted(self._compared - given.keys()):
