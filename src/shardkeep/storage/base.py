@@ -343,8 +343,10 @@ def local_path(store: object) -> str | None:
 def broken_path(store: object, *, inside: bool = False) -> str:
     """Say what is wrong with a local path, "" if nothing: it is a file, or it, or with `inside` an entry, a link to nothing."""
     path = os.path.abspath(local_path(innermost(store)) or os.sep)
-    below = os.listdir(path) if inside and os.path.isdir(path) else []
-    links = [os.path.join(path, name) for name in sorted(below)]
+    links = list[str]()
+    if inside and os.path.isdir(path):
+        with os.scandir(path) as entries:  # which says of each what it is
+            links = sorted(entry.path for entry in entries if entry.is_symlink())
     while not os.path.isdir(path):
         if os.path.exists(path):
             return f"{path} is a file, not a directory"
