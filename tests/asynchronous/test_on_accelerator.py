@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import shardkeep as sk
+from shardkeep.engine import snapshot
 from shardkeep.engine.pools import WINDOW_NBYTES, staging_memory
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.asynchronous.scene import PATIENCE_S, HeldStore, broken, held, saved_in
@@ -146,6 +147,30 @@ def test_training_goes_on_without_a_wait(way, kind):
         assert bits(model2.state_dict()) == bits(wanted[0])
         assert bits(optimizer2.state_dict()) == bits(wanted[1])
         assert into["free"].eq(step).all()
+
+
+@pytest.mark.parametrize("writer", ["thread", "process"])
+def test_where_there_is_room_for_a_part(monkeypatch, place, writer):
+    """What finds room is copied on the device, what is written first on the way, and steps that follow at once change neither."""
+    monkeypatch.setattr(snapshot, "_free_nbytes", lambda device: room)
+    model = Net().to(DEVICE)
+    optimizer = OPTIMIZERS["fused"](model.parameters())
+    train(model, optimizer)
+    guarded = 3 * sum(each.nbytes for each in model.parameters())
+    chosen = []
+    for step in range(20):
+        room = 2 * (model.seen.nbytes + (64 << 10) + guarded * step // 25)  # half of it is used
+        train(model, optimizer)
+        wanted = bits(copy.deepcopy(model.state_dict())), bits(copy.deepcopy(optimizer.state_dict()))
+        handle = sk.async_save({"model": model, "optimizer": optimizer}, f"{place}-{step}", writer=writer)
+        train(model, optimizer, 3)
+        chosen.append(handle.result(PATIENCE_S).staging)
+        model2 = Net().to(DEVICE)
+        optimizer2 = OPTIMIZERS["fused"](model2.parameters())
+        sk.load({"model": model2, "optimizer": optimizer2}, f"{place}-{step}")
+        assert (bits(model2.state_dict()), bits(optimizer2.state_dict())) == wanted
+    assert all(each.startswith("overlap") and "to the host" in each for each in chosen), chosen
+    assert len(set(chosen)) > 10
 
 
 def test_a_step_waits_for_a_save_that_is_held():

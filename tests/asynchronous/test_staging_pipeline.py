@@ -5,6 +5,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -137,3 +138,27 @@ def test_saves_that_share_memory_do_not_wait_for_each_other():
         with pretended(stream), ThreadPoolExecutor(2) as threads:
             assert list(threads.map(save, [seed, 100 + seed])) == [True, True]
         assert pool.out == ring.out == 0
+
+
+@pytest.mark.parametrize("late", [0, 1, 3, 4])
+def test_the_state_is_released_when_what_is_the_callers_has_been_copied(late):
+    """Windows that hold copies come after those of the caller's memory, and nothing waits until they find room."""
+    stream = Stream(random.Random(0))
+    jobs, wanted = make_jobs(random.Random(late), [[(BLOCK, True)] * 9], stream, [NEVER])
+    pool, ring, store = CountingPool(BLOCK, late + 1), CountingPool(BLOCK, 2), sk.MemoryStore()
+    staging = Staging(
+        windows_in_turn(jobs, BLOCK, 1),
+        ring=ring,
+        pool=pool,
+        after={},
+        wanted=lambda: True,
+        live=lambda window: window.start < late * BLOCK,
+    )
+    assert staging.nbytes == late * BLOCK
+    with pretended(stream), staging.running():
+        staging.copied.result(20)  # although no window has been written, and the others find no room
+        assert set(staging.queued.result(0)) == {"elsewhere"}
+        assert staging.nbytes_copied == late * BLOCK
+        write_files(store, jobs, threads=1, window_nbytes=BLOCK, take=staging.take)
+    assert {name: store.get(name, limit=1 << 20) for name in wanted} == wanted
+    assert pool.out == ring.out == 0

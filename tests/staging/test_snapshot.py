@@ -1,6 +1,7 @@
 """What a save copies in its call: the bytes as they were, each once, as tensors when these are asked for."""
 
 import copy
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -101,6 +102,33 @@ def test_auto_copies_on_a_device_only_where_half_of_what_is_free_is_enough(monke
     monkeypatch.setattr(pieces, "_free_nbytes", lambda device: free)
     elsewhere = [torch.empty(500, dtype=torch.uint8, device="meta") for _ in range(2)]
     assert pieces._chosen_for_copy(elsewhere, pieces._Places.of(elsewhere), staging, []) == (copied, guarded)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 100), min_size=1, max_size=12),
+    owned=st.sets(st.integers(0, 11)),
+    free=st.integers(0, 2000),
+    order=st.permutations(range(12)),
+)
+def test_auto_copies_what_is_written_last_where_there_is_room_for_a_part(sizes, owned, free, order):
+    """First what no optimizer guards; then, of what is left, as much of the end as fits; the rest waits for the host."""
+    tensors = [torch.zeros(size, dtype=torch.uint8).float() for size in sizes]
+    order = [row for row in order if row < len(sizes)]
+    optimizers = [torch.optim.SGD([nn.Parameter(tensors[row]) for row in order if row in owned] or [torch.zeros(1)])]
+    rows = list(range(len(sizes)))
+    places = pieces._Places([], rows, Counter({torch.device("cpu"): sum(each.nbytes for each in tensors)}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "_free_nbytes", lambda device: free)
+        copied, guarded = pieces._chosen_for_copy(tensors, places, "auto", optimizers, order)
+
+    room = free // 2
+    fits = lambda some: sum(tensors[row].nbytes for row in some) <= room  # noqa: E731
+    loose = [row for row in rows if row not in owned]
+    guards = [row for row in order if row in owned]
+    longest = next((guards[at:] for at in range(len(guards) + 1) if fits([*loose, *guards[at:]])), None)
+    expected = ([], False) if longest is None else (sorted([*loose, *longest]), True)
+    assert (copied, guarded) == (expected if not fits(rows) else (rows, True))
 
 
 @settings(max_examples=60, deadline=None)

@@ -51,15 +51,19 @@ def ordinary_buffer(nbytes: int, *, huge_pages: bool = True) -> Buffer:
     return Buffer(view, torch.frombuffer(view, dtype=torch.uint8))
 
 
-def pinned_buffer(nbytes: int) -> Buffer:
-    """Make a buffer that accelerators copy from and to at full speed; an ordinary one if it cannot be pinned."""
+def pinned_buffer(nbytes: int, make: Callable[[int], Buffer] | None = None) -> Buffer:
+    """
+    Make a buffer that accelerators copy from and to at full speed; an ordinary one if it cannot be pinned.
+
+    `make` makes the memory, if it has to be shared with another process.
+    """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None:
-        return ordinary_buffer(nbytes)
-    if accelerator.type != "cuda":
+    if accelerator is not None and accelerator.type != "cuda" and not make:
         tensor = _pinned_by_torch(nbytes)
         return Buffer(tensor.numpy().data, tensor)
-    made = ordinary_buffer(nbytes)
+    made = (make or ordinary_buffer)(nbytes)
+    if accelerator is None or accelerator.type != "cuda":
+        return made
     # The driver launches nothing while it pins, and pins pages that exist already four times as fast.
     made.tensor.zero_()
     _try_to_pin(made.tensor)

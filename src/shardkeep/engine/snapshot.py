@@ -24,7 +24,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -39,6 +39,7 @@ from torch.optim import Optimizer
 from shardkeep.display import format_size
 from shardkeep.engine.pools import Arenas, Buffer
 from shardkeep.engine.tensors import memory_keys, raw_dtype, scattered_memory, span
+from shardkeep.engine.workers import Scattered
 from shardkeep.format.boxes import strides_of
 from shardkeep.options import per_process
 from shardkeep.state.leaves import is_dtensor
@@ -91,6 +92,8 @@ class DeviceSnapshot:
     events: Events = field(default_factory=dict)
     """On each accelerator, an event after all that the caller had queued and after the copies on the device."""
     packed: list[PackedCopies] = field(default_factory=list)
+    copied: list[tuple[int, int, int]] = field(default_factory=list)
+    """Where the copies on devices lie: the index of the device, the first address, and the end."""
     live_nbytes: int = 0
     """How much is still the caller's memory."""
     guarded: bool = True
@@ -133,6 +136,13 @@ class DeviceSnapshot:
             self.found[row] = self.found[row].detach()
             self.lent.append(self.found[row])
         self.live_nbytes += sum([tensor.nbytes for tensor in self.lent])
+
+    def is_live(self, source: Scattered) -> bool:
+        """Return whether a source on an accelerator is the caller's memory, rather than a copy there."""
+        if source.accelerator is None or not source.nbytes:
+            return False
+        at = bisect_right(self.copied, (source.accelerator, source.address, sys.maxsize)) - 1
+        return at < 0 or self.copied[at][0] != source.accelerator or self.copied[at][2] <= source.address
 
     @functools.cached_property
     def tensors(self) -> list[torch.Tensor]:
@@ -237,8 +247,8 @@ def take_snapshot(
     `order` returns the tensors in the order in which they will be written, if that is known. `derived` is that of their description.
 
     `staging` says which tensors on accelerators are copied on the device. "device": all. "host": none. "overlap": those outside the
-    memory of optimizers, if there are optimizers; else none. "auto": all if there is room for it on the device, else those
-    outside the memory of optimizers if there is room for these, else none. With "overlap", the steps of optimizers also wait for
+    memory of optimizers, if there are optimizers; else none. "auto": all if there is room for it on the device; else those
+    outside the memory of optimizers, and of that memory as much as there is room for; else none. With "overlap", the steps of optimizers also wait for
     what finds no room in host memory; otherwise the call waits.
     """
     derived = {} if derived is None else derived
@@ -277,7 +287,7 @@ def _copy_on_device(
 ) -> None:
     """Queue the copies on devices; tensors that are the same memory are copied once."""
     tensors = taken.found
-    chosen, taken.guarded = _chosen_for_copy(tensors, places, staging, optimizers)
+    chosen, taken.guarded = _chosen_for_copy(tensors, places, staging, optimizers, order)
     if chosen is not places.on_device:
         taken.live_nbytes = sum((places.nbytes - _nbytes_by_device(tensors, chosen)).values())
     known, segments = taken.derived.get("segments", (None, []))
@@ -293,6 +303,8 @@ def _copy_on_device(
         packed = [PackedCopies.of(each) for each in segments if each.device == device]
         taken.events[device] = _queue_copies(device, tensors, packed)
         taken.packed += packed
+        taken.copied += [(device.index or 0, flat.data_ptr(), flat.data_ptr() + flat.nbytes) for _, flat in packed]
+    taken.copied.sort()
     if taken.live_nbytes:
         taken.choice += f", {format_size(taken.live_nbytes)} to the host"
 
@@ -414,23 +426,37 @@ def _queue_copies(device: torch.device, tensors: Sequence[torch.Tensor], packed:
 
 
 def _chosen_for_copy(
-    tensors: Sequence[torch.Tensor], places: _Places, staging: str, optimizers: Sequence[Optimizer]
+    tensors: Sequence[torch.Tensor],
+    places: _Places,
+    staging: str,
+    optimizers: Sequence[Optimizer],
+    order: Sequence[int] = (),
 ) -> tuple[list[int], bool]:
     """Return the rows that are copied on the device, and whether the rest cannot change until it is copied."""
     on_device = places.on_device
     if staging == "host":
         return [], False
-    if staging == "device" or (staging == "auto" and not _without_room(places.nbytes)):
-        return on_device, True
     if staging == "overlap" and not optimizers:
-        if on_device:
-            _warn_without_optimizer()
+        _warn_without_optimizer()
         return [], True
+    free = {device: _free_nbytes(device) for device in places.nbytes} if staging == "auto" else {}
+    if staging == "device" or (staging == "auto" and not _without_room(places.nbytes, free)):
+        return on_device, True
     chosen = rows_outside_optimizers(tensors, on_device, optimizers)
     if staging == "overlap":
         return chosen, True
-    full = _without_room(_nbytes_by_device(tensors, chosen))
-    return [at for at in chosen if tensors[at].device not in full], not full
+    taken = _nbytes_by_device(tensors, chosen)
+    if full := _without_room(taken, free):
+        return [at for at in chosen if tensors[at].device not in full], False
+    # The rest waits for the link to the host, and the next step for the rest. So more of it is copied on the device, as far as
+    # there is room: what is written last, because the host gets what is left in the order in which it is written.
+    late = set(on_device).difference(chosen)
+    for row in reversed(_in_order(sorted(late), order)):
+        device = tensors[row].device
+        taken[device] += tensors[row].nbytes
+        if device not in _without_room(taken, free):
+            chosen.append(row)
+    return sorted(chosen), True
 
 
 @functools.cache  # once is enough
@@ -440,9 +466,9 @@ def _warn_without_optimizer() -> None:
     )
 
 
-def _without_room(wanted: Counter[torch.device]) -> set[torch.device]:
-    """Return the devices on which copies of so many bytes would take too much memory."""
-    return {device for device, nbytes in wanted.items() if nbytes > _ROOM * _free_nbytes(device)}
+def _without_room(wanted: Counter[torch.device], free: Mapping[torch.device, int]) -> set[torch.device]:
+    """Return the devices on which copies of so many bytes would take too much of the free memory."""
+    return {device for device, nbytes in wanted.items() if nbytes > _ROOM * free[device]}
 
 
 def _free_nbytes(device: torch.device) -> int:

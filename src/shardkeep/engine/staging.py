@@ -29,7 +29,6 @@ from shardkeep.engine.snapshot import DeviceSnapshot, Events, StepBarrier
 from shardkeep.engine.workers import budget_for_store
 from shardkeep.engine.writer import FileJob, Window, gather, windows_in_turn, write_files
 from shardkeep.errors import SaveCancelled
-from shardkeep.format.boxes import IntArray
 from shardkeep.options import Options, available_memory, collector_paused, cores, local_ranks
 from shardkeep.storage.base import WritableStore
 from shardkeep.storage.buffers import copy_memory
@@ -50,8 +49,6 @@ _FEW_EMPTIERS = 4
 
 _WRITERS_BESIDE_TRAINING = 2
 """Threads that write what stays on a device: no caller waits for them, and each that is busy slows down a loop of short launches."""
-_WINDOWS_AHEAD = 8
-"""Windows that are filled for the writer process before it takes them, if nothing waits for that."""
 
 _FIRST_RING_NBYTES = 256 << 20
 """Of the first save, which waits until it is pinned; 3 ms for each 32 MiB, in which the driver launches nothing."""
@@ -86,8 +83,8 @@ class Staging:
         """
         `windows` are all of the save, in the order in which they are written. Copies from accelerators come after the
         events in `after`. `urgent`: training waits for the copies. `ahead` returns whether a window is filled ahead; by
-        default if not all of its bytes lie in order on the host. `live` returns whether another window takes bytes from
-        the caller's memory.
+        default if not all of its bytes lie in order on the host. `live` returns whether a window takes bytes from the caller's
+        memory; by default those do that are filled ahead.
         """
         self._ring = ring
         self._pool = pool
@@ -101,11 +98,12 @@ class Staging:
         self._queue = list(filter(ahead or (lambda each: any(row in each.job.scattered for row in each.rows)), every))
         self._ahead: dict[tuple[str, int], Future[Buffer]] = {window.key: Future() for window in self._queue}
         self._noted_nbytes = 0
-        lent = filter(live, every) if live else ()
+        lent = self._queue if live is None else list(filter(live, every))
         self._unread = {window.key: window.nbytes for window in lent if window.key not in self._ahead}
         self._all_read = threading.Event()
-        self.nbytes = sum(w.nbytes for w in self._queue) + sum(self._unread.values())
-        """How much is copied after the call."""
+        self._live = {window.key for window in lent if window.key in self._ahead}
+        self.nbytes = sum(window.nbytes for window in lent)
+        """How much is copied after the call, of what the caller may change then."""
         self.count = len(self._queue)
         """How many windows are filled ahead."""
         self.ring_nbytes = 0
@@ -141,7 +139,7 @@ class Staging:
                     self._ending = True
                     filling.result()
         finally:
-            self._fail(_save_ended())
+            self._fail(save_ended())
             for ahead in self._ahead.values():  # windows that no writer took
                 if not ahead.exception():
                     self._pool.give(ahead.result())
@@ -174,19 +172,21 @@ class Staging:
 
     def check_wanted(self) -> None:
         if not self._wanted():
-            raise _save_ended()
+            raise save_ended()
 
     # -- on the staging threads ---------------------------------------------------------------------------------
 
     def _fill_all(self, threads: ThreadPoolExecutor) -> None:
         """Queue all copies, in order. A failure is raised by the threads that wait for a window."""
         try:
-            last: Events = {}
             with contextlib.ExitStack() as current:
                 streams = _streams_after(self._after)
                 for stream in streams.values():
                     current.enter_context(stream)
+                live = set(self._live)
                 for window in self._queue:
+                    if not live and not self._unread and not self.queued.done():
+                        self._release_state(streams)
                     buffer, target = self._buffers(through_ring=bool(streams))
                     try:
                         gather(window, buffer.view[: window.nbytes], queued=True)
@@ -199,33 +199,38 @@ class Staging:
                         raise
                     done = list(map(_record_event, streams.values()))
                     threads.submit(self._empty, window, buffer, target, done)
-                last = {device: stream.record_event() for device, stream in streams.items()}
-            while not self._all_read.wait(_PATIENCE_S):
-                if not self._goes_on():
-                    raise _save_ended()
-            self._settle(self.queued, last)
-            for event in last.values():
-                event.synchronize()  # the copies are complete, even if the ring is not emptied yet
-            self._settle(self.copied, None)
+                    live.discard(window.key)
+                while not self._all_read.wait(_PATIENCE_S):
+                    if not self._goes_on():
+                        raise save_ended()
+                self._release_state(streams)
         except BaseException as error:  # noqa: BLE001 - raised by other threads
             self._fail(error)
             return
-        if last and self._urgent:  # pin memory for the next save: it takes long, and this save does not wait for it
+        if streams and self._urgent:  # pin memory for the next save: it takes long, and this save does not wait for it
             self._ring.most_nbytes = max(self._ring.most_nbytes, self.ring_nbytes)
             try:
                 self._ring.grow(self._goes_on, _MOST_PINNED)
             except Exception as error:  # noqa: BLE001 - this save does not need it
                 log.warning("could not pin more memory for staging: %s", error)
 
+    def _release_state(self, streams: Mapping[torch.device, torch.Stream]) -> None:
+        """Let steps pass, and note that the state is not needed any more as soon as its copies are complete."""
+        last = {device: stream.record_event() for device, stream in streams.items()}
+        if self._settle(self.queued, last):
+            for event in last.values():
+                event.synchronize()  # even if the ring is not emptied yet
+            self._settle(self.copied, None)
+
     def _buffers(self, *, through_ring: bool) -> tuple[Buffer, Buffer]:
         """Return a buffer to copy to, and the one that keeps the bytes until they are written."""
         target = self._pool.take(self._goes_on)
         if target is None:
-            raise _save_ended()
+            raise save_ended()
         buffer = self._ring.take(self._goes_on) if through_ring else target
         if buffer is None:
             self._pool.give(target)
-            raise _save_ended()
+            raise save_ended()
         return buffer, target
 
     def _goes_on(self) -> bool:
@@ -271,7 +276,7 @@ class Staging:
                 future.set_exception(error)
 
 
-def _save_ended() -> SaveCancelled:
+def save_ended() -> SaveCancelled:
     return SaveCancelled("the save ended before its state was copied")
 
 
@@ -379,8 +384,8 @@ class BackgroundWrite:
         # requests at a time, threads wait and keep no cores busy.
         threads = min(self._options.io_threads, max(2, cores() // local_ranks()))
         snapshot, coded = self.snapshot, bool(codecs and codecs.chains)
-        if self._may_stay_on_devices and not writer:
-            self._write_from_devices(store, jobs, codecs, threads)
+        if self._may_stay_on_devices:
+            self._write_from_devices(store, jobs, codecs, writer, threads)
             return
         budget_for = writer.budget if writer else partial(budget_for_store, store)
         budget = budget_for(threads, self._options.host_budget_bytes, coded=coded)
@@ -390,17 +395,21 @@ class BackgroundWrite:
         arena = snapshot.arena.address if snapshot.arena else 0
         arena_end = arena + (snapshot.arena.view.nbytes if snapshot.arena else 0)
 
-        def is_borrowed(addresses: IntArray) -> bool:
-            """Return whether one of these is in the caller's memory; what is not contiguous has no address, but 0."""
-            return bool(((addresses < arena) | (addresses >= arena_end)).any())
+        def is_live(job: FileJob, rows: range) -> bool:
+            """Return whether some of these rows of a file are in the caller's memory."""
+            sources = [job.scattered[row] for row in rows if row in job.scattered]
+            held = job.address[rows.start : rows.stop]
+            outside = (held != 0) & ((held < arena) | (held >= arena_end))
+            lent = bool(snapshot.lent) and (bool(outside.any()) or any(each.accelerator is None for each in sources))
+            return lent or any(map(snapshot.is_live, sources))
 
         ahead: Callable[[Window], bool] | None = None
         if writer:  # what the other process does not see
             ahead = lambda window: writer.shared.locate_window(window) is None  # noqa: E731
-        if snapshot.lent:
-            jobs.sort(key=lambda job: not is_borrowed(job.address))  # first the files that staging waits for
-            if not writer and not snapshot.events:
-                ahead = lambda _window: False  # noqa: E731 - writers have memory of their own
+        elif snapshot.lent and not snapshot.events:
+            ahead = lambda _window: False  # noqa: E731 - writers have memory of their own
+        if snapshot.live_nbytes:  # first the files that staging waits for
+            jobs.sort(key=lambda job: not is_live(job, range(len(job.start))))
         staging = Staging(
             windows_in_turn(jobs, window_nbytes, threads),
             ring=self._memory.ring,
@@ -409,7 +418,7 @@ class BackgroundWrite:
             wanted=self._handle.wanted,
             urgent=snapshot.live_nbytes > 0,
             ahead=ahead,
-            live=(lambda window: is_borrowed(window.addresses)) if snapshot.lent else None,
+            live=(lambda window: is_live(window.job, window.rows)) if snapshot.live_nbytes else None,
         )
         self._set_limits(staging)
         staging.queued.add_done_callback(lambda it: self.barrier.open({} if it.exception() else it.result()))
@@ -425,7 +434,7 @@ class BackgroundWrite:
         with staging.running():
             if writer:
                 create = partial(writer.create, codecs, budget.room_nbytes)
-                write(store, create=create, put=partial(writer.put, staging))
+                write(store, create=create, put=partial(writer.put, staging.take))
             else:
                 write(codecs.over(store) if codecs else store, take=staging.take)
         if staging.nbytes:
@@ -438,13 +447,18 @@ class BackgroundWrite:
         return bool(self.snapshot.events) and not self.snapshot.live_nbytes and self.snapshot.stays
 
     def _write_from_devices(
-        self, store: WritableStore, jobs: list[FileJob], codecs: FileCodecs | None, threads: int
+        self,
+        store: WritableStore,
+        jobs: list[FileJob],
+        codecs: FileCodecs | None,
+        writer: WriterSession | None,
+        threads: int,
     ) -> None:
         """Write files window by window, as if the caller waited for them; but threads sleep while the device copies."""
         events, total = self.snapshot.events, sum(job.data_nbytes for job in jobs)
         threads = max(1, min(threads, _WRITERS_BESIDE_TRAINING, self._options.pinned_bytes // WINDOW_NBYTES))
-        coded, budget_nbytes = bool(codecs and codecs.chains), self._options.host_budget_bytes
-        budget = budget_for_store(store, threads, budget_nbytes, coded=coded, window=WINDOW_NBYTES)
+        budget_for = writer.budget if writer else partial(budget_for_store, store, window=WINDOW_NBYTES)
+        budget = budget_for(threads, self._options.host_budget_bytes, coded=bool(codecs and codecs.chains))
         sources = (each for job in jobs for each in job.scattered.values())
         # Threads that copy from no device have no streams of their own, and would wait for those of training.
         waits = any(each.accelerator is not None for each in sources)
@@ -460,14 +474,17 @@ class BackgroundWrite:
             yield data
 
         write_files(
-            codecs.over(store) if codecs else store,
+            codecs.over(store) if codecs and not writer else store,
             jobs,
             threads=budget.threads,
             window_nbytes=budget.window_nbytes,
-            scope=CancelScope(budget=budget.room, wanted=self._handle.wanted),
+            scope=CancelScope(budget=None if writer else budget.room, wanted=self._handle.wanted),
             take=take,
+            put=partial(writer.put, take) if writer else None,
+            create=partial(writer.create, codecs, budget.room_nbytes) if writer else None,
             on_written=self._reporting(lambda: None),
             after=events,
+            staging=self._memory if writer else None,
         )
         self._handle.set_progress("committing", staged=total, written=total, total=total)
 
@@ -485,8 +502,6 @@ class BackgroundWrite:
     def _set_limits(self, staging: Staging) -> None:
         ring, pool = self._memory.ring, self._memory.windows
         wanted = staging.count * pool.buffer_nbytes
-        if self._may_stay_on_devices:
-            wanted = min(wanted, _WINDOWS_AHEAD * pool.buffer_nbytes)
         # Never the size of the state; and the first save, which has to wait for memory to be pinned, uses less.
         staging.ring_nbytes = max(ring.buffer_nbytes, min(self._options.pinned_bytes, wanted // 2))
         # No less than another save in flight may need.

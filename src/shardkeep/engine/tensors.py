@@ -137,6 +137,7 @@ class TorchScattered(Scattered):
         kind = None if tensor.is_cpu else torch.accelerator.current_accelerator()
         if kind is not None and kind.type == tensor.device.type:
             self.accelerator = tensor.device.index or 0
+            self.address = tensor.data_ptr()
 
     def read(self, start: int, stop: int, into: memoryview, *, queued: bool = False) -> None:
         tensor = self._tensor

@@ -26,7 +26,7 @@ from shardkeep.storage.cancel import CancelScope
 if TYPE_CHECKING:
     import torch
 
-    from shardkeep.engine.pools import Buffer
+    from shardkeep.engine.pools import Arenas, Buffer, BufferPool, StagingMemory
 
 
 T = TypeVar("T")
@@ -49,6 +49,8 @@ class Scattered:
     nbytes: int
     accelerator: int | None = None
     """The index of the accelerator it is on; None for host memory."""
+    address = 0
+    """Where it begins on the accelerator."""
 
     def read(self, start: int, stop: int, into: memoryview, *, queued: bool = False) -> None:
         """Copy whole elements, bytes `start..stop` of the row-major form; `queued`: an accelerator only queues it."""
@@ -232,17 +234,23 @@ Lend = Callable[[], memoryview]
 
 @contextmanager
 def windows_for(
-    memory: Iterable[Scattered], nbytes: int, threads: int, *, after: Mapping[torch.device, torch.Event] | None = None
+    memory: Iterable[Scattered],
+    nbytes: int,
+    threads: int,
+    *,
+    after: Mapping[torch.device, torch.Event] | None = None,
+    staging: StagingMemory | None = None,
 ) -> Iterator[Lend]:
     """
     Return the function that gives each of at most `threads` threads one window of `nbytes`, to use while inside.
 
     The thread that uses the window must call it: if `memory` is on an accelerator, it switches the thread to that
     device, and to a stream of its own after these events, by default after all the caller has queued. On a shared
-    stream, a thread that waits for its own copies would wait for those of all threads.
+    stream, a thread that waits for its own copies would wait for those of all threads. With `staging`, all windows come from
+    there, because another process reads them.
     """
     on_accelerators = [each for each in memory if each.accelerator is not None]
-    if not on_accelerators:
+    if not on_accelerators and not staging:
         yield partial(_window, nbytes)
         return
     import torch  # noqa: PLC0415 - loaded, as there are tensors
@@ -254,21 +262,22 @@ def windows_for(
     devices = [torch.device(kind.type, index) for index in indices] if kind else []
     if after is None:  # after what this thread has queued so far
         after = {device: torch.accelerator.current_stream(device).record_event() for device in devices}
-    events = list(after.items())
-    ring, streams = staging_memory().ring, staging_memory().streams
+    events = list(after.items()) if devices else []
+    ring, streams = (staging or staging_memory()).ring, staging_memory().streams
     per_buffer = ring.buffer_nbytes // nbytes
     pins = per_buffer > 0 and sum(each.nbytes for each in on_accelerators) >= _WORTH_PINNING_NBYTES
     if pins:
         wanted = -(-threads // per_buffer) * ring.buffer_nbytes
         ring.most_nbytes = max(ring.most_nbytes, min(wanted, Options().pinned_bytes))
     del memory, on_accelerators  # the user may let go of them
-    taken: list[Buffer] = []
+    taken: list[tuple[BufferPool | Arenas, Buffer]] = []
     free: list[memoryview] = []
     lock = threading.Lock()
     numbers = count()
 
     def lend() -> memoryview:
-        torch.accelerator.set_device_index(next(iter(indices)))
+        if devices:
+            torch.accelerator.set_device_index(next(iter(indices)))
         with lock:
             number = next(numbers)
             for device, event in reversed(events):
@@ -278,15 +287,18 @@ def windows_for(
                 torch.accelerator.set_stream(stream)  # and its device, in the end the first
             # Never waits: the save that uses the ring now may be waiting for this very thread.
             if pins and not free and (buffer := ring.take(lambda: False)):
-                taken.append(buffer)
+                taken.append((ring, buffer))
                 free.extend(buffer.view[at * nbytes : (at + 1) * nbytes] for at in range(per_buffer))
+            if staging and not free:
+                taken.append((staging.arenas, buffer := staging.arenas.take(nbytes)))
+                free.append(buffer.view[:nbytes])
             return free.pop() if free else _window(nbytes)
 
     try:
         yield lend
     finally:
-        for buffer in taken:
-            ring.give(buffer)
+        for pool, buffer in taken:
+            pool.give(buffer)
 
 
 def _window(nbytes: int) -> memoryview:

@@ -35,6 +35,8 @@ from shardkeep.storage.cancel import CancelScope, create_in, run_with_deadline
 if TYPE_CHECKING:
     import torch
 
+    from shardkeep.engine.pools import StagingMemory
+
 MOST_FILES = 8
 """Files written at a time: the kernel lets only one thread at a time write to a file."""
 
@@ -127,14 +129,15 @@ def write_files(
     create: Callable[[FileJob], BlobWriter] | None = None,
     on_written: Callable[[int, int], object] | None = None,
     after: Mapping[torch.device, torch.Event] | None = None,
+    staging: StagingMemory | None = None,
 ) -> list[bytes]:
     """
     Write all files, durable on return, and return the digests of each file's blocks.
 
     By default, these threads gather windows (else `take` does), hash and write them (`put`), to files that the store makes
     (`create`). `on_written` is called after each window, by one thread at a time, with the bytes that are written and those there
-    are. With `after`, threads copy from accelerators after these events, on streams of their own, also in `take`. The files belong
-    to the `scope`: see `run_workers`.
+    are. With `after`, threads copy from accelerators after these events, on streams of their own, also in `take`, and through
+    windows of `staging`. The files belong to the `scope`: see `run_workers`.
     """
     gathers = after is not None or not (take or put)
     gathered = [each for job in jobs for each in job.scattered.values()] if gathers else []
@@ -152,7 +155,7 @@ def write_files(
     threads = min(threads, count) or 1
     # A single window is not worth a thread, unless that waits for an accelerator, or must not be waited for.
     alone = count == 1 and (scope is None or scope.wanted is None) and all(one.accelerator is None for one in gathered)
-    with windows_for(gathered, window_nbytes, threads, after=after) as lend, ExitStack() as undo:
+    with windows_for(gathered, window_nbytes, threads, after=after, staging=staging) as lend, ExitStack() as undo:
         gathered.clear()  # a file that is complete lets go of its tensors
         unique, begun = CancelScope(parent=scope), list[str]()
         undo.callback(_remove_begun, store, begun)

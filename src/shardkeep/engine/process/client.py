@@ -31,12 +31,12 @@ import torch
 
 import shardkeep
 from shardkeep.engine.codecs import FileCodecs
-from shardkeep.engine.pools import WINDOW_NBYTES, Arenas, Buffer, BufferPool, StagingMemory, staging_memory
+from shardkeep.engine.pools import WINDOW_NBYTES, Arenas, Buffer, BufferPool, StagingMemory, pinned_buffer
 from shardkeep.engine.process import rpc, server
 from shardkeep.engine.process.rpc import CANCELLED_S, SLOWEST_BYTES_PER_S, ChildKind, ChildProcess, WaitPolicy
-from shardkeep.engine.staging import Staging
+from shardkeep.engine.staging import save_ended
 from shardkeep.engine.workers import WorkerBudget, divide_budget
-from shardkeep.engine.writer import FileJob, Window
+from shardkeep.engine.writer import FileJob, Take, Window
 from shardkeep.errors import CheckpointError, SaveCancelled, UnknownCodec, WriterDied, error_class
 from shardkeep.format.boxes import IntArray
 from shardkeep.options import per_process
@@ -285,13 +285,14 @@ class WriterSession:
                 self.store.delete(job.name)
             raise
 
-    def put(self, staging: Staging, window: Window, file: BlobWriter, own: memoryview) -> bytes:
-        """Have a window hashed and written, and return the digests of its blocks."""
-        staging.check_wanted()
+    def put(self, take: Take, window: Window, file: BlobWriter, own: memoryview) -> bytes:
+        """Have a window hashed and written, and return the digests of its blocks. `take` gives what is not shared already."""
+        if not self.wanted():
+            raise save_ended()
         with contextlib.ExitStack() as taken:
             runs = self.shared.locate_window(window)
             if runs is None:
-                data = taken.enter_context(staging.take(window, own))
+                data = taken.enter_context(take(window, own))
                 runs = self.shared.locate(np.array([address_of(data)]), np.array([len(data)]))
             if runs is None or not isinstance(file, _ProcessFile):  # unreachable: windows are staged in shared memory
                 raise CheckpointError("a window does not lie in shared memory")
@@ -363,8 +364,10 @@ class WriterManager:
     def _shared_memory(self) -> tuple[StagingMemory, SharedMemory]:
         if self._held is None:
             shared = SharedMemory()
+            # The ring is shared too, because the process writes from it what stays on a device until then.
+            ring = BufferPool(functools.partial(pinned_buffer, make=shared.buffer), WINDOW_NBYTES, 0)
             windows, arenas = BufferPool(shared.buffer, WINDOW_NBYTES, 0), Arenas(shared.buffer)
-            self._held = StagingMemory(ring=staging_memory().ring, windows=windows, arenas=arenas), shared
+            self._held = StagingMemory(ring=ring, windows=windows, arenas=arenas), shared
         return self._held
 
     def _end(self) -> None:
@@ -374,8 +377,7 @@ class WriterManager:
             self._process.close()
         if self._held is not None:
             memory, shared = self._held
-            memory.windows.close()
-            memory.arenas.close()
+            memory.release()
             shared.close()
         self._process = self._held = None
 
