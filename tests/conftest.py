@@ -2,9 +2,11 @@ import contextlib
 import gc
 import os
 import signal
+import subprocess
 import tempfile
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,6 +71,18 @@ def place() -> Iterator[str]:
     base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="shardkeep-", dir=base) as folder:
         yield os.path.join(folder, "ck")
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A directory that is a file system of 8 MiB."""
+    path = tmp_path / "tiny"
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", path], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"may not mount a tmpfs here: {mounted.stderr.decode().strip()}")
+    yield path
+    subprocess.run(["umount", path], check=True)
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import subprocess
 
 import pytest
 import torch
@@ -16,15 +15,8 @@ PAGE = 4096
 
 
 @pytest.fixture
-def tiny(tmp_path):
-    """The place for a checkpoint on a file system of 8 MiB."""
-    path = tmp_path / "tiny"
-    path.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", path], capture_output=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"may not mount a tmpfs here: {mounted.stderr.decode().strip()}")
-    yield str(path / "ck")
-    subprocess.run(["umount", path], check=True)
+def tiny(tiny_disk):
+    return str(tiny_disk / "ck")
 
 
 @pytest.fixture(autouse=True)

@@ -25,14 +25,8 @@ from tests.storage.system import MIB, drop_cached, failing, is_direct, linux_onl
 
 
 @pytest.fixture
-def tiny(tmp_path):
-    path = tmp_path / "tiny"
-    path.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", path], capture_output=True, check=False)
-    if mounted.returncode:
-        pytest.skip("may not mount a tmpfs here")
-    yield LocalStore(path)
-    subprocess.run(["umount", path], check=True)
+def tiny(tiny_disk):
+    return LocalStore(tiny_disk)
 
 
 @contextmanager
