@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import shardkeep as sk
 from shardkeep.cli import tensors
-from shardkeep.cli.output import UsageError, format_bar
+from shardkeep.cli.output import format_bar
 from shardkeep.cli.show import parse_slice
 from tests.cli.conftest import state_of
 from tests.engine.samples import all_dtypes, random_tensor
@@ -88,7 +88,7 @@ def test_slices_are_torchs(shardkeep, checkpoint, index):
     assert shardkeep("show", checkpoint, "optim.exp_avg", f"--slice={index}").code == 0
 
 
-@pytest.mark.parametrize("index", ["1:2:3:4", "a", "1,,2", "100", "::-1", "0,0,0", "1.5", "__import__('os')"])
+@pytest.mark.parametrize("index", ["1:2:3:4", "a", "1,", "1,,2", "100", "::-1", "0,0,0", "1.5", "__import__('os')"])
 def test_bad_slices_are_refused(shardkeep, checkpoint, index):
     """What is no index, or out of range, is an error that says so; nothing is evaluated."""
     answer = shardkeep("show", checkpoint, "optim.exp_avg", f"--slice={index}")
@@ -108,11 +108,6 @@ def test_written_slices_are_read_back(parts):
         slice(part.start or None, part.stop, part.step or None) if isinstance(part, slice) else part for part in parts
     ]
     assert list(parse_slice(text)) == expected
-
-
-def test_an_index_too_many_is_no_index():
-    with pytest.raises(UsageError):
-        parse_slice("1,")
 
 
 def test_values_are_printed_as_they_are(shardkeep, checkpoint):
