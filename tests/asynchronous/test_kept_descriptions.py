@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import shardkeep as sk
 from shardkeep.state import describe
-from shardkeep.state.leaves import describe_all_ordinary, describe_ordinary
+from shardkeep.state.leaves import describe_blocks, describe_ordinary
 from tests.asynchronous.scene import PATIENCE_S
 from tests.asynchronous.test_snapshots import many_shapes, tensors_of
 from tests.engine.samples import all_dtypes, bits, random_tensor
@@ -116,8 +116,9 @@ CHANGES = {
 
 @pytest.mark.parametrize("how", SAVES)
 @pytest.mark.parametrize("kind", CHANGES)
-def test_every_change_is_noticed(kind, how):
+def test_every_change_is_noticed(kind, how, monkeypatch):
     """After a save of a state that has changed since, the checkpoint is the one of a process that knows nothing."""
+    monkeypatch.setattr("shardkeep.state.leaves._BLOCK", 3)
     changed, fresh, again = state(), sk.MemoryStore(), sk.MemoryStore()
     for _ in range(2):
         SAVES[how](changed, sk.MemoryStore())
@@ -185,14 +186,15 @@ def test_many_leaves_are_described_as_one_is():
     leaves += [random_tensor((3, 2), dtype) for dtype in all_dtypes()]
     ordinary = []
     for leaf in leaves:
-        one, many = describe_ordinary(leaf), describe_all_ordinary([leaf], [])
+        one, (many,) = describe_ordinary(leaf), describe_blocks([leaf])
         assert (one is None) == (many is None), leaf
         if one is not None and many is not None:
-            dtype, shape, start, _ = one
-            assert many == ([start], [shape], [dtype], [leaf.device], [])
+            dtype, shape, start, piece = one
+            assert many[0] == ([start], [shape], [dtype], [], [])
+            assert (piece is leaf, piece.requires_grad) == (many[1][0] is leaf, many[1][0].requires_grad)
             ordinary.append(leaf)
     assert len(ordinary) >= 10
-    assert describe_all_ordinary(ordinary, []) is not None
+    assert None not in list(describe_blocks(ordinary))
 
 
 def placements_change(folder):

@@ -51,7 +51,9 @@ def is_tensor(value):
 
 
 def flat(state, rank=0):
-    return flatten(state, rank=rank, is_tensor=is_tensor)
+    found = flatten(state, rank=rank, is_tensor=is_tensor)
+    assert found.classes == set(map(type, found.leaves))
+    return found.by_name(), found.tree
 
 
 def fill(state, leaves, rank=0):
@@ -336,10 +338,10 @@ def changed(value, number, draw):
 
 def flat_or_error(state, **kept):
     try:
-        leaves, tree = flatten(state, rank=0, is_tensor=is_tensor, **kept)
+        found = flatten(state, rank=0, is_tensor=is_tensor, **kept)
     except (UnsupportedLeaf, KeyCollision) as exc:
         return str(exc)
-    return [(name, id(leaf)) for name, leaf in leaves.items()], encode_tree(tree)
+    return found.names, list(map(id, found.leaves)), found.classes, encode_tree(found.tree)
 
 
 @settings(max_examples=100, deadline=None)

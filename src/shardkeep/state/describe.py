@@ -6,9 +6,10 @@ Saving sends the columns to rank 0; loading compares them with the index. Nothin
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -18,16 +19,15 @@ import torch
 from shardkeep.format.boxes import Boxes, IntArray, Ints, matrix_of
 from shardkeep.format.dtypes import of_torch
 from shardkeep.format.values import Container, Node, leaf_keys, part_name
-from shardkeep.state.flatten import KeptForms, flatten
+from shardkeep.state.flatten import FlatState, KeptForms, flatten
 from shardkeep.state.leaves import (
     OrdinaryLeaf,
     OrdinaryLeaves,
     TensorLeaf,
-    describe_all_ordinary,
+    describe_blocks,
     describe_leaf,
     describe_ordinary,
     is_tensor,
-    split_dtensors,
 )
 from shardkeep.state.names import ModuleTree
 from shardkeep.state.objects import is_tensor_or_object
@@ -38,6 +38,7 @@ class Description:
     tree: Node
     values: dict[str, Any]
     leaves: dict[str, Any]
+    """The tensors of a state to fill, by key; none of a state to save."""
     keys: list[str]
     dtype: npt.NDArray[np.uint8]
     ndim: npt.NDArray[np.uint8]
@@ -60,13 +61,25 @@ class KeptDescriptions:
 
     def __init__(self) -> None:
         self.forms: KeptForms = []
-        self._kept: list[tuple[OrdinaryLeaves, Description]] = []
+        self._kept: list[tuple[list[OrdinaryLeaves], Description]] = []
 
-    def find(self, keys: list[str], leaves: OrdinaryLeaves) -> Description | None:
-        return next((columns for known, columns in self._kept if known == leaves and columns.keys == keys), None)
+    def find(self, keys: list[str], leaves: Sequence[Any]) -> Description | None:
+        """Return the columns of the same tensors, with the pieces of these."""
+        for blocks, columns in self._kept:
+            if columns.keys != keys:
+                continue
+            pieces: list[torch.Tensor] = []
+            for known, found in zip(blocks, describe_blocks(leaves), strict=True):
+                if found is None or found[0] != known:
+                    break
+                pieces += found[1]
+            else:
+                return replace(columns, pieces=pieces)
+        return None
 
-    def keep(self, leaves: OrdinaryLeaves, description: Description) -> None:
-        known = leaves._replace(shapes=list(map(tuple, leaves.shapes)))  # the cycle collector visits no tuples
+    def keep(self, blocks: Iterable[OrdinaryLeaves], description: Description) -> None:
+        # As tuples, because the cycle collector does not visit them.
+        known = [each._replace(shapes=list(map(tuple, each.shapes))) for each in blocks]
         columns = replace(description, tree=None, values={}, leaves={}, pieces=[])
         self._kept = [(known, columns), *self._kept][: self._MOST]
 
@@ -80,13 +93,13 @@ def describe(
     *,
     rank: int,
     in_place_of: Mapping[str, Any] | None = None,
-    flattened: tuple[dict[str, Any], Node] | None = None,
+    flattened: FlatState | None = None,
     filling: bool = False,
     selected: Callable[[str], bool] | None = None,
     kept: KeptDescriptions | None = None,
 ) -> Description:
-    """Describe a state to save, or, if `filling`, to load into; `flattened` is its leaves and skeleton, if they are known."""
-    flat, tree = flattened or flatten(
+    """Describe a state to save, or, if `filling`, to load into; `flattened` is the same state, if that is known."""
+    names, leaves, classes, tree = flattened or flatten(
         state,
         rank=rank,
         is_tensor=is_tensor_or_object,
@@ -94,43 +107,45 @@ def describe(
         kept=kept.forms if kept else None,
     )
     if selected is not None:
-        flat = {key: leaf for key, leaf in flat.items() if selected(key)}
-    kinds = list(map(type, flat.values()))
-    always = {kind for kind in {*kinds} if issubclass(kind, torch.Tensor)}
-    values = {
-        key: leaf
-        for (key, leaf), kind in zip(flat.items(), kinds, strict=True)
-        if kind not in always and not is_tensor(leaf)
-    }
-    tensors = {**flat}
-    deque(map(tensors.__delitem__, values), maxlen=0)
-    return describe_leaves(tensors, tree=tree, values=values, filling=filling, kept=kept)
+        flags = list(map(selected, names))
+        names, leaves = list(compress(names, flags)), list(compress(leaves, flags))
+    tensors, values = {cls for cls in classes if issubclass(cls, torch.Tensor)}, dict[str, Any]()
+    if tensors != classes:
+        flags = [cls in tensors or is_tensor(leaf) for cls, leaf in zip(map(type, leaves), leaves, strict=True)]
+        values = {name: leaf for name, leaf, flag in zip(names, leaves, flags, strict=True) if not flag}
+        names, leaves = list(compress(names, flags)), list(compress(leaves, flags))
+    return _describe(names, leaves, tree, values, filling=filling, kept=kept)
 
 
 def describe_leaves(
-    tensors: dict[str, Any],
-    *,
-    tree: Node = None,
-    values: dict[str, Any] | None = None,
-    filling: bool = False,
-    kept: KeptDescriptions | None = None,
+    tensors: dict[str, Any], *, filling: bool = False, kept: KeptDescriptions | None = None
 ) -> Description:
     """Describe tensor leaves; with what was `kept` of the same ones, if that is given, and keep it."""
-    keys, leaves = list(tensors), list(tensors.values())
+    return _describe(list(tensors), list(tensors.values()), None, {}, filling=filling, kept=kept)
+
+
+def _describe(
+    keys: list[str],
+    leaves: list[Any],
+    tree: Node,
+    values: dict[str, Any],
+    *,
+    filling: bool,
+    kept: KeptDescriptions | None,
+) -> Description:
     found: Sequence[OrdinaryLeaf | TensorLeaf]
-    local, specs = split_dtensors(leaves)
-    held: list[torch.Tensor] = []
-    if (ordinary := describe_all_ordinary(local, specs)) is not None:
-        plain = torch.Tensor
-        held = [leaf.detach() if leaf.requires_grad or type(leaf) is not plain else leaf for leaf in local]
-        if kept is not None and (columns := kept.find(keys, ordinary)) is not None:
-            return replace(columns, tree=tree, values=values or {}, leaves=tensors, pieces=held)
-    if ordinary is not None and not specs:
-        found = list(zip(ordinary.dtypes, ordinary.shapes, ordinary.starts, held, strict=True))
+    if kept is not None and (columns := kept.find(keys, leaves)) is not None:
+        return replace(columns, tree=tree, values=values)
+    blocks = list(describe_blocks(leaves))
+    ordinary = [each for each in blocks if each is not None]
+    if len(ordinary) == len(blocks) and not any(each.specs for each, _ in ordinary):
+        found = [
+            leaf for each, held in ordinary for leaf in zip(each.dtypes, each.shapes, each.starts, held, strict=True)
+        ]
     else:
         found = [
             describe_ordinary(leaf) or describe_leaf(key, leaf, allow_meta=filling, writable=filling)
-            for key, leaf in tensors.items()
+            for key, leaf in zip(keys, leaves, strict=True)
         ]
     # Those that needed a closer look: in most states none.
     closer = {at: each for at, each in enumerate(found) if type(each) is TensorLeaf}
@@ -143,8 +158,8 @@ def describe_leaves(
     row_tensor, boxes, pieces = _rows(found, closer, shape)
     description = Description(
         tree=tree,
-        values=values or {},
-        leaves=tensors,
+        values=values,
+        leaves=dict(zip(keys, leaves, strict=True)) if filling else {},
         keys=keys,
         dtype=np.array([codes[dtype] for dtype in dtypes], np.uint8),
         ndim=np.array(list(map(len, shapes)), np.uint8),
@@ -155,9 +170,10 @@ def describe_leaves(
         boxes=boxes,
         pieces=pieces,
     )
-    # Not if a rank holds several boxes of a local tensor: `held` are the local tensors.
-    if kept is not None and ordinary is not None and [each.shape for each in pieces] == [each.shape for each in held]:
-        kept.keep(ordinary, description)
+    # Not if a rank holds several boxes of a local tensor: blocks say the shapes of the local tensors.
+    local = [shape for each, _ in ordinary for shape in each.shapes]
+    if kept is not None and len(ordinary) == len(blocks) and [each.shape for each in pieces] == local:
+        kept.keep([each for each, _ in ordinary], description)
     return description
 
 

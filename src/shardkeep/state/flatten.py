@@ -89,6 +89,19 @@ def is_per_rank_name(name: str, rank: int) -> bool:
     return part_name("ranks", rank) in name.split(".")
 
 
+class FlatState(NamedTuple):
+    names: list[str]
+    leaves: list[Any]
+    """By these names, in the order of the state."""
+    classes: set[type]
+    """Of the leaves."""
+    tree: Container
+    """The skeleton."""
+
+    def by_name(self) -> dict[str, Any]:
+        return dict(zip(self.names, self.leaves, strict=True))
+
+
 def flatten(
     state: Mapping[str, Any],
     *,
@@ -96,9 +109,9 @@ def flatten(
     is_tensor: Callable[[Any], bool],
     in_place_of: Mapping[str, Any] = _NOTHING,
     kept: KeptForms | None = None,
-) -> tuple[dict[str, Any], Container]:
+) -> FlatState:
     """
-    Return the leaves of a state by flat name, in order, and its skeleton; nothing is copied.
+    Return the leaves of a state with their flat names, and its skeleton; nothing is copied.
 
     `is_tensor` is true of leaves that make a list worth opening. `in_place_of` holds, by flat name, the containers to walk
     in place of the objects whose state they are. If a state of the same form was `kept`, its names and the same skeleton
@@ -107,14 +120,15 @@ def flatten(
     walk = _StateWalk(state, rank, is_tensor, in_place_of)
     for form in kept or ():
         if (known := form.leaves_of(state, walk)) is not None:
-            return known, form.tree
+            return form.flat._replace(leaves=known)
     leaves: dict[str, Any] = {}
     tree = walk.take(state, walk.kinds[type(state)], None, leaves)
     if walk.leaf_count != len(leaves):
         refuse_collisions(tree)
-    if kept is not None and (new := _form_of(state, tree, list(leaves), walk)) is not None:
+    found = FlatState(list(leaves), list(leaves.values()), set(map(type, leaves.values())), tree)
+    if kept is not None and (new := _form_of(state, found, walk)) is not None:
         kept[:] = [new, *kept[: _MOST_FORMS - 1]]
-    return leaves, tree
+    return found
 
 
 class _Level(NamedTuple):
@@ -138,13 +152,13 @@ class StateForm:
 
     root: type
     levels: list[_Level]
-    names: list[str]
     order: list[int]
     """Of each leaf: where it is among the children of all levels."""
-    tree: Container
+    flat: FlatState
+    """Without the leaves."""
 
-    def leaves_of(self, state: Mapping[str, Any], walk: _StateWalk) -> dict[str, Any] | None:
-        """Return the leaves of a state by name if it has this form."""
+    def leaves_of(self, state: Mapping[str, Any], walk: _StateWalk) -> list[Any] | None:
+        """Return the leaves of a state if it has this form."""
         replaced = {name for each in self.levels for _, name in each.replaced}
         if type(state) is not self.root or replaced != walk.in_place_of.keys():
             return None
@@ -164,8 +178,8 @@ class StateForm:
             if list(map(type, values)) != known.types or any(walk.kind(values[at]) != kind for at, kind in known.lists):
                 return None
             level = [_as_mapping(values[at], kind, walk.rank) for at, kind in known.opened]
-            found += values
-        return dict(zip(self.names, map(found.__getitem__, self.order), strict=True))
+            found = [*found, *values] if found else values
+        return found if len(self.levels) == 1 else list(map(found.__getitem__, self.order))
 
 
 KeptForms = list[StateForm]
@@ -177,10 +191,10 @@ def _as_mapping(value: Any, kind: str, rank: int) -> Mapping[Any, Any]:
     return value if kind in ("dict", "odict") else dict(state_items(value, kind, rank))
 
 
-def _form_of(state: Any, tree: Container, names: list[str], walk: _StateWalk) -> StateForm | None:
+def _form_of(state: Any, flat: FlatState, walk: _StateWalk) -> StateForm | None:
     """Return the form of a state that was walked; None if it has mappings or keys that a comparison may take for others."""
     levels: list[_Level] = []
-    level: list[tuple[Any, Container]] = [(state, tree)]
+    level: list[tuple[Any, Container]] = [(state, flat.tree)]
     parents = {parent for parent, _ in walk.replaced}
     begins: dict[int, int] = {}
     """Of each container, by the id of its skeleton: where its children begin among those of all levels."""
@@ -212,7 +226,7 @@ def _form_of(state: Any, tree: Container, names: list[str], walk: _StateWalk) ->
             known.counts.append(len(values))
         levels.append(known)
         end, level = end + len(known.keys), below
-    return StateForm(type(state), levels, names, list(_places_of_leaves(tree, begins)), tree)
+    return StateForm(type(state), levels, list(_places_of_leaves(flat.tree, begins)), flat._replace(leaves=[]))
 
 
 def _places_of_leaves(node: Container, begins: Mapping[int, int]) -> Iterator[int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple, NoReturn
@@ -174,6 +174,7 @@ def copy_bits(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool 
 
 _TENSOR, _STRIDED = torch.Tensor, torch.strided
 _DTYPE, _SHAPE, _DEVICE = map(attrgetter, ("dtype", "shape", "device"))
+_ON_CPU, _REQUIRES_GRAD = map(attrgetter, ("is_cpu", "requires_grad"))
 _TRACING_HINT = "save the tensor outside of tracing and fake modes"
 _ARRAYS = (np.ndarray, np.memmap)  # exactly these: masked and record arrays hold more than elements
 
@@ -249,40 +250,41 @@ def describe_ordinary(obj: Any) -> OrdinaryLeaf | None:
 
 
 class OrdinaryLeaves(NamedTuple):
-    """What describes many ordinary tensors, as lists; equal for the same shapes and types in the same memory."""
+    """What describes a block of ordinary tensors, as lists; equal for the same shapes and types in the same memory."""
 
     starts: list[int]
     shapes: Sequence[Ints]
     dtypes: list[torch.dtype]
     devices: list[torch.device]
+    """Empty if all lie in host memory."""
     specs: list[Any]
     """Of DTensors, of which all the others describe the local tensors; empty if there are none."""
 
 
-def split_dtensors(leaves: Sequence[Any]) -> tuple[Sequence[Any], list[Any]]:
-    """Return the leaves with the local tensors of DTensors in their place, and what their specs say; no specs if there are no DTensors."""
-    sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    if sharded not in set(map(type, leaves)):
-        return leaves, []
-    local = [leaf._local_tensor if type(leaf) is sharded else leaf for leaf in leaves]
-    return local, [_said_of(leaf._spec) if type(leaf) is sharded else None for leaf in leaves]
+_BLOCK = 512
+"""Leaves that are described together: few enough to stay in the cache of a core while one attribute after the other is read."""
 
 
-def _said_of(spec: Any) -> tuple[Any, ...]:
-    """Return all that boxes follow from; without holding the mesh, which holds the connections of its process groups."""
-    return weakref.ref(spec.mesh), spec.placements, spec.tensor_meta, getattr(spec, "shard_order", None)
+def describe_blocks(leaves: Sequence[Any]) -> Iterator[tuple[OrdinaryLeaves, Sequence[torch.Tensor]] | None]:
+    """Yield what `describe_ordinary` finds of leaves, and their pieces, for each block; None if a leaf of it is not ordinary."""
+    return (_describe_block(leaves[at : at + _BLOCK]) for at in range(0, len(leaves), _BLOCK))
 
 
-def describe_all_ordinary(leaves: Sequence[Any], specs: list[Any]) -> OrdinaryLeaves | None:
-    """Return what `describe_ordinary` finds of each leaf, without a call of Python for each; None if one is not ordinary."""
-    if not set(map(type, leaves)) <= _PLAIN:
+def _describe_block(leaves: Sequence[Any]) -> tuple[OrdinaryLeaves, Sequence[torch.Tensor]] | None:
+    # Without a step of Python for each leaf.
+    classes, specs = set(map(type, leaves)), list[Any]()
+    if not classes <= _PLAIN:
+        sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+        if sharded not in classes:
+            return None
+        specs = [_said_of(leaf._spec) if type(leaf) is sharded else None for leaf in leaves]
+        leaves = [leaf._local_tensor if type(leaf) is sharded else leaf for leaf in leaves]
+        classes = set(map(type, leaves))
+    if not classes <= _PLAIN:
         return None
     try:
-        starts, shapes, dtypes = (
-            list(map(_TENSOR.data_ptr, leaves)),
-            list(map(_SHAPE, leaves)),
-            list(map(_DTYPE, leaves)),
-        )
+        starts = list(map(_TENSOR.data_ptr, leaves))
+        shapes, dtypes = list(map(_SHAPE, leaves)), list(map(_DTYPE, leaves))
     except RuntimeError:  # tensors that are not strided have no address, and nested ones no shape
         return None
     kinds = set(dtypes)
@@ -295,7 +297,16 @@ def describe_all_ordinary(leaves: Sequence[Any], specs: list[Any]) -> OrdinaryLe
         or (any(kind.is_complex for kind in kinds) and any(map(_TENSOR.is_conj, leaves)))
     ):
         return None
-    return OrdinaryLeaves(starts, shapes, dtypes, list(map(_DEVICE, leaves)), specs)
+    devices = [] if all(map(_ON_CPU, leaves)) else list(map(_DEVICE, leaves))
+    described = OrdinaryLeaves(starts, shapes, dtypes, devices, specs)
+    if classes == {_TENSOR} and not any(map(_REQUIRES_GRAD, leaves)):
+        return described, leaves
+    return described, [leaf.detach() if leaf.requires_grad or type(leaf) is not _TENSOR else leaf for leaf in leaves]
+
+
+def _said_of(spec: Any) -> tuple[Any, ...]:
+    """Return all that boxes follow from; without holding the mesh, which holds the connections of its process groups."""
+    return weakref.ref(spec.mesh), spec.placements, spec.tensor_meta, getattr(spec, "shard_order", None)
 
 
 def materialize(key: str, obj: Any) -> Any:

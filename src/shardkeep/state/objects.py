@@ -98,10 +98,10 @@ class Objects:
         """Find the objects; none of their methods is called yet. `kept` and `forms` are of earlier saves."""
         self._rank = rank
         self._kept = optimizers.KeptNames() if kept is None else kept
-        leaves, tree = flatten(state, rank=rank, is_tensor=is_tensor_or_object, kept=forms)
-        kinds = set(filter(_is_stateful, set(map(type, leaves.values()))))
-        found = {name: leaf for name, leaf in leaves.items() if type(leaf) in kinds} if kinds else {}
-        self.flattened = None if found else (leaves, tree)  # the leaves of a state without objects, and its skeleton
+        flat = flatten(state, rank=rank, is_tensor=is_tensor_or_object, kept=forms)
+        kinds = set(filter(_is_stateful, flat.classes))
+        found = {name: leaf for name, leaf in flat.by_name().items() if type(leaf) in kinds} if kinds else {}
+        self.flattened = None if found else flat  # of a state without objects
         modules = {name: ModuleTree(leaf) for name, leaf in found.items() if isinstance(leaf, nn.Module)}
         self.modules = list(modules.values())
         self.optimizers = [leaf for leaf in found.values() if isinstance(leaf, Optimizer)]

@@ -240,7 +240,7 @@ class StatefulObject(Adapter):
         """Return a digest of a state that may differ between ranks; of one that is partly sharded, a digest for each leaf."""
         if self._per_rank or self._in_per_rank:
             return {}
-        leaves, _ = flatten(self._state, rank=self._rank, is_tensor=is_tensor)
+        leaves = flatten(self._state, rank=self._rank, is_tensor=is_tensor).by_name()
         own = {
             f"{self.name}.{key}": digest_of(f"{self.name}.{key}", leaf, allow_pickle=allow_pickle)
             for key, leaf in sorted(leaves.items())
@@ -273,7 +273,7 @@ class StatefulObject(Adapter):
         present: Mapping[Any, Any] = {}
         with suppress(Exception):
             present = _state_of(self.name, self._target)
-        leaves, _ = flatten(present, rank=self._rank, is_tensor=is_tensor)
+        leaves = flatten(present, rank=self._rank, is_tensor=is_tensor).by_name()
         behind = len(self.name) + 1
         saved = stored.nest(self.name, lambda leaf: allocate_leaf(stored, leaf, leaves.get(leaf.name[behind:])))
         other_world = isinstance(saved, EveryRank) and set(saved.values) != set(range(self._world_size))
