@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, repeat
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, TypeGuard
 
 import msgspec
@@ -85,7 +85,7 @@ _WRITER = (
 _REQUIRES_GRAD, _PINNED = 1, 2
 _MOST_KEPT_NBYTES = 128 << 20
 """Of the pickle of a plan's last save."""
-_GRAD, _ATTRIBUTES = attrgetter("requires_grad"), attrgetter("__dict__")
+_ATTRIBUTES = attrgetter("__dict__")
 _ORDINARY: set[type] = {torch.Tensor, torch.nn.Parameter}
 _ATOMS: set[type] = {int, float, bool, str, bytes, type(None)}
 
@@ -205,13 +205,11 @@ class DefaultSave(SaveLayout):
         self._writer.prepare_local_plan(protocol.SavePlan([]))
 
     def _describe(self, state: Mapping[str, Any]) -> DescribedState:
-        flat, paths = dict(state), None
-        kinds = {*map(type, flat.values())}
-        if self._planner.flatten_state_dict and not (kinds <= _ORDINARY | _ATOMS and {*map(type, flat)} <= {str}):
+        flat, kinds, flattens = dict(state), {*map(type, state.values())}, self._planner.flatten_state_dict
+        paths: list[tuple[str | int, ...]] | None = None
+        if flattens and not (kinds <= _ORDINARY | _ATOMS and {*map(type, state)} <= {str}):
             flat, mappings = flatten_state_dict(state)
             paths, kinds = list(mappings.values()), {*map(type, flat.values())}
-        elif self._planner.flatten_state_dict:
-            paths = [*zip(flat)]
         names, plain = list(flat), kinds <= _ORDINARY | _ATOMS
         if not plain and self._planner.flatten_sharded_tensors:
             flat = flatten_sharded_tensors(flat)
@@ -220,21 +218,21 @@ class DefaultSave(SaveLayout):
             copier = ObjectCopier()
             items = [(item, copier.copy(value, (item.key,))) for item, value in items]
             copier.state_copy.wait()
-        sent = _SentState([item for item, _ in items], names, paths)
         samples: Callable[[], bytes] = bytes
         if self._ranks.get_world_size() > 1:
             buffers = find_buffers(description, map(ModuleTree, self._modules))
             flags |= buffers * np.uint8(save_plan.BUFFER)
             samples = sample_replicas(description, ~buffers)
-        count = len(description.keys)
-        manifest = save_plan.manifest_of(
-            description,
-            groups=["state"] * count,
-            flags=flags,
-            alias=np.arange(count),
-            tree=save_plan.encode(sent),
-            values=b"",
-        )
+        own = [item for item, _ in items]
+        said = names, paths, flattens, own, flags.tobytes()
+        # Kept with the columns, of which the manifest has nothing but these besides.
+        known, manifest = description.derived.get("torch's manifest", (None, None))
+        if known != said:
+            sent = _SentState(own, names, [*zip(names)] if flattens and paths is None else paths)
+            count, tree = len(description.keys), save_plan.encode(sent)
+            columns: dict[str, Any] = {"groups": ["state"] * count, "alias": np.arange(count), "flags": flags}
+            manifest = save_plan.manifest_of(description, **columns, tree=tree, values=b"")
+            description.derived["torch's manifest"] = said, manifest
         return DescribedState(description, manifest, samples, items=items)
 
     def files(self, described: DescribedState, answer: bytes, save_id: str) -> RankFiles:
@@ -412,10 +410,10 @@ def _describe_values(flat: dict[str, Any]) -> tuple[Description, npt.NDArray[np.
             own = [each for each in own if each not in filled]
         items.extend(own)
 
-    tensors = {key: value for key, value in flat.items() if type(value) in _ORDINARY}
+    plain = {*map(type, flat.values())} <= _ORDINARY
+    tensors = dict(flat) if plain else {key: value for key, value in flat.items() if type(value) in _ORDINARY}
     # Nearly no tensor has attributes, among which would be those of a shard.
-    may_have_parts = any(map(_ATTRIBUTES, tensors.values())) and not all(map(is_ordinary, tensors.values()))
-    if may_have_parts or not all(map(torch.Tensor.numel, tensors.values())):
+    if any(map(_ATTRIBUTES, tensors.values())) and not all(map(is_ordinary, tensors.values())):
         tensors = {}
     for key, value in flat.items() if len(tensors) < len(flat) else ():
         if key in tensors:
@@ -433,25 +431,31 @@ def _describe_values(flat: dict[str, Any]) -> tuple[Description, npt.NDArray[np.
         try:
             description = describe_leaves(tensors, kept=kept_plans().descriptions)
         except (UnsupportedLeaf, InvalidShards) as error:
-            refused = str(error.details.get("key"))
-            if isinstance(tensors.pop(refused, None), (ShardedBox, type(None))):
+            refused = [str(error.details.get("key"))]
+            if type(tensors.get(refused[0])) in (ShardedBox, type(None)):
                 raise
-            open_value(refused)
         else:
-            return description, _flags_of(tensors, flags), items
+            refused = [description.keys[at] for at in np.flatnonzero(~description.shape.all(axis=1))]
+        if not refused:
+            return description, _flags_of(description, list(tensors.values()), flags), items
+        for key in refused:
+            del tensors[key]
+            open_value(key)
 
 
-def _flags_of(tensors: Mapping[str, Any], known: Mapping[str, int]) -> npt.NDArray[np.uint8]:
-    """Return the flags of tensors; those of values that were taken apart are known."""
-    leaves = [value for key, value in tensors.items() if key not in known] if known else [*tensors.values()]
-    flags: npt.NDArray[np.uint8] = np.fromiter(map(_GRAD, leaves), np.uint8, len(leaves)) * np.uint8(_REQUIRES_GRAD)
+def _flags_of(d: Description, leaves: Sequence[Any], known: Mapping[str, int]) -> npt.NDArray[np.uint8]:
+    """Return the flags of described values; those of values that were taken apart are known."""
+    flags, rows = np.zeros(len(leaves), np.uint8), len(d.pieces)
+    # A tensor that requires a gradient is never a piece itself, because pieces are detached.
+    same = np.fromiter(map(is_, leaves, d.pieces), np.bool_, rows) if rows == len(leaves) else flags > 0
+    asked = [at for at in np.flatnonzero(~same).tolist() if d.keys[at] not in known]
+    flags[[at for at in asked if leaves[at].requires_grad]] = _REQUIRES_GRAD
     if torch.accelerator.current_accelerator() is not None:  # other builds of torch pin no memory
-        held = (
-            leaves if {*map(type, leaves)} <= _ORDINARY else [getattr(each, "_local_tensor", each) for each in leaves]
-        )
-        flags += np.array([each.is_cpu and each.is_pinned() for each in held], np.uint8) * np.uint8(_PINNED)
-    others = iter(flags.tolist())
-    return np.array([known[key] if key in known else next(others) for key in tensors], np.uint8) if known else flags
+        pinned = np.fromiter((piece.is_cpu and piece.is_pinned() for piece in d.pieces), np.bool_, rows)
+        flags[d.row_tensor[pinned]] |= _PINNED
+    for at, key in enumerate(d.keys) if known else ():
+        flags[at] = known.get(key, flags[at])
+    return flags
 
 
 def _flags(requires_grad: bool, pinned: bool) -> int:
