@@ -198,9 +198,9 @@ def async_save(
             `Options.staging_bytes`. "overlap": while the next forward and backward run, without more memory on the device. This
             is for the parameters and the state of optimizers in the state; everything else is copied on the device, in the
             call. Without an optimizer in the state, wait for `handle.staged` before you change anything. "device": everything is
-            copied on the device, in the call. "host": the call waits until everything is copied. "auto": as "device" if that
-            takes no more than half of the free memory there; else as "overlap" for the memory of optimizers, and as "host" for
-            everything else.
+            copied on the device, in the call. "host": the call waits until everything is copied. "auto": as "device" as far as
+            that takes no more than half of the free memory there; the rest as "overlap" if it is memory of optimizers, and as
+            "host" if not.
         writer: What hashes and writes. "thread": threads of this process. "process": a writer process, which the first such save
             starts, and which is kept, and replaced if it dies; tensors are copied to memory that both processes share. `where` is
             then a path, a URL, or what `open_place` returned; not a store of your own, nor `memory://`.
