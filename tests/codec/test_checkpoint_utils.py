@@ -33,7 +33,7 @@ def test_the_names_are_at_the_front_door():
 
 
 def test_every_byte_is_changed_as_torch_changes_it():
-    """Both write the same, and both read what the other wrote."""
+    """Both write the same, both read what the other wrote, and a buffer is changed only as far as asked."""
     for writer, reader in [(Rot13Example, theirs().Rot13Example), (theirs().Rot13Example, Rot13Example)]:
         raw = io.BytesIO()
         stream = writer().transform_to(raw)
@@ -42,6 +42,10 @@ def test_every_byte_is_changed_as_torch_changes_it():
         assert raw.getvalue() == EVERY_BYTE.swapcase()
         raw.seek(0)
         assert reader().transform_from(raw).read() == EVERY_BYTE
+    ours, torchs = bytearray(EVERY_BYTE), bytearray(EVERY_BYTE)
+    Rot13Example._rot13bytes(ours, 99)
+    theirs().Rot13Example._rot13bytes(torchs, 99)
+    assert ours == torchs
 
 
 def test_its_reader_goes_to_any_place():
