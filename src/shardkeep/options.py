@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -59,7 +60,7 @@ def parse_size(size: Size, name: str) -> float:
             return int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2].lower() or " "))
     else:
         with suppress(TypeError):
-            if size >= 0:
+            if type(size) is not bool and 0 <= size < math.inf:
                 return size
     raise StateError(
         f"{name}={size!r} is not a size", hint="give a number of bytes, or a text such as 500MB, 5GB or 2GiB"

@@ -79,7 +79,7 @@ def test_renames_are_understood(text, expected):
 @pytest.mark.parametrize(
     ("text", "nbytes"),
     [("5GB", 5 * 10**9), ("512MiB", 512 << 20), ("1.5 kb", 1500), ("77", 77), (2e6, 2000000)]
-    + [(text, None) for text in ("", "5 parsecs", "-1GB", "1e9", -1, b"5GB")],
+    + [(text, None) for text in ("", "5 parsecs", "-1GB", "1e9", -1, b"5GB", float("inf"), float("nan"), True)],
 )
 def test_a_size_is_understood_wherever_one_is_taken(shardkeep, checkpoint, tmp_path, monkeypatch, text, nbytes):
     """In options, their variables, exports, object stores and on the command line: bytes, powers of ten or of two."""

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -287,9 +287,8 @@ class Peers:
                 if len(self._readers) < _MOST_OPEN and wanted.name not in self._readers:
                     self._readers[wanted.name] = reader
                     self._closing.callback(reader.close)
-        self._timed(partial(reader.read_into, wanted.offset), into)
-        if self._readers.get(wanted.name) is not reader:
-            reader.close()
+        with nullcontext() if self._readers.get(wanted.name) is reader else closing(reader):
+            self._timed(partial(reader.read_into, wanted.offset), into)
 
     def _timed(self, fetch: Callable[[memoryview], None], into: memoryview) -> None:
         began_s = time.monotonic()
