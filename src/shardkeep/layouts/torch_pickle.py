@@ -10,10 +10,10 @@ import copyreg
 import logging
 import pickle
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
+from itertools import chain, compress, repeat
 from typing import Any, ClassVar, NamedTuple
 
 import msgspec
@@ -153,7 +153,9 @@ def encode_body(said: Contents, places: IntArray, files: int) -> Body:
     made.clear()
     first_file = out.memo_size
     out.memo_size += files
-    out.define_texts(chain(said.kinds, *([part for part in path if type(part) is str] for path in paths.values())))
+    parts: list[Any] = list(chain.from_iterable(paths.values()))
+    is_part_text = list(map(isinstance, parts, repeat(str)))
+    out.define_texts(chain(said.kinds, compress(parts, is_part_text)))
     for kind in dict.fromkeys(said.kinds.values()):
         if kind is not None:
             out.define(out.properties, *kind)
@@ -162,21 +164,32 @@ def encode_body(said: Contents, places: IntArray, files: int) -> Body:
     rows, objects = (order[is_tensor[said.value[order]] == which] for which in (True, False))
     value, boxes = said.value[rows], said.boxes.take(rows)
     begins, extents = (out.sizes(said.ndim[value], matrix) for matrix in boxes.columns())
-    shapes, form = out.sizes(said.ndim, said.shape), out.numbers(kind or name for name, kind in said.kinds.items())
+    shapes, form = out.sizes(said.ndim, said.shape), out.numbers(filter(None, said.kinds.values()))
 
     made += out.named(*_CLASSES[Metadata]), b")\x81}(", text("state_dict_metadata"), b"}("
-    chunk_rows, row_nbytes = _rows(chunk, offsets, _ref(begins), sizes, _ref(extents), b"ub")
-    heads, head_nbytes = _rows(_ref(names), tensor, properties, _ref(form), size, _ref(shapes), chunks, b"](")
-    head, ends = 0, np.cumsum(np.bincount(value, minlength=len(names))).tolist()
-    for name, low, high in zip(said.kinds, [0, *ends], ends, strict=False):
-        head += head_nbytes
-        if low == high:
-            made += text(name), nothing
-        else:
-            made += heads[head - head_nbytes : head], chunk_rows[low * row_nbytes : high * row_nbytes], b"eub"
+    at, whole = np.flatnonzero(is_tensor), shapes[is_tensor]
+    heads = [_ref(names[at]), tensor, properties, _ref(form), size, _ref(whole), chunks, b"]("]
+    made.append(
+        _woven(
+            (at, heads),
+            (value, [chunk, offsets, _ref(begins), sizes, _ref(extents), b"ub"]),
+            (at, [b"eub"]),
+            (np.flatnonzero(~is_tensor), [_ref(names[~is_tensor]), nothing]),
+        )
+    )
     made += b"u", text("planner_data"), b"N" if said.paths is None else b"}("
-    for name, path in paths.items():
-        made += text(name), b"(", *[text(part) if isinstance(part, str) else _int(part) for part in path], b"t"
+    is_text, numbers = np.array(is_part_text, np.bool_), np.array([*map(out.known.get, parts, parts)], np.int64)
+    begin = np.cumsum([0, *map(len, paths.values())])
+    order = np.arange(len(parts)) + 2 * np.repeat(np.arange(len(paths)), np.diff(begin)) + 1
+    head = begin[:-1] + 2 * np.arange(len(paths))
+    made.append(
+        _woven(
+            (head, [_ref(out.numbers(paths)), b"("]),
+            (order[is_text], [_ref(numbers[is_text])]),
+            (order[~is_text], [_whole(numbers[~is_text])]),
+            (head + np.diff(begin) + 1, [b"t"]),
+        )
+    )
     made += b"" if said.paths is None else b"u", text("storage_data"), b"}("
 
     def add_places(items: IntArray, where: list[_Part], *, with_start: bool) -> None:
@@ -184,7 +197,7 @@ def encode_body(said: Contents, places: IntArray, files: int) -> Body:
         row = [index, fqn, _ref(names[said.value[items]]), offset, *where, b"ub", place, file]
         row += [_ref(first_file + of_file), offset, _whole(begin), length, _whole(nbytes)]
         row += [start, _whole(data), b"ub"] if with_start else [b"ub"]
-        made.append(_rows(*row)[0])
+        made.append(_rows(*row, count=len(items))[0])
 
     hint, known = np.arange(len(rows)) - np.searchsorted(value, value), places[3, rows] >= 0
     for which in (known, ~known):
@@ -221,12 +234,18 @@ def _ref(numbers: IntArray) -> _Part:
 
 
 def _whole(numbers: IntArray) -> _Part:
-    return *_opcode_of(int(numbers.max(initial=0))), numbers
+    least, most = int(numbers.min(initial=0)), int(numbers.max(initial=0))
+    return *_opcode_of(max(most, -1 - least, 1 << 16) if least < 0 else most), numbers  # which then has a sign
 
 
 def _int(number: int) -> bytes:
     opcode, nbytes = _opcode_of(number)
     return opcode + number.to_bytes(nbytes, "little")
+
+
+def _head_of(nbytes: int) -> bytes:
+    """Return what stands before a text of so many bytes."""
+    return b"\x8c" + bytes((nbytes,)) if nbytes < 256 else b"X" + nbytes.to_bytes(4, "little")
 
 
 def _opcode_of(most: int) -> tuple[bytes, int]:
@@ -235,10 +254,10 @@ def _opcode_of(most: int) -> tuple[bytes, int]:
     return next((opcode, nbytes) for bits, opcode, nbytes in widths if most < 1 << bits)
 
 
-def _rows(*parts: _Part) -> tuple[bytes, int]:
-    """Return rows, end to end, and the length of each."""
+def _rows(*parts: _Part, count: int) -> tuple[bytes, int]:
+    """Return `count` rows, end to end, and the length of each."""
     whole = [(part, 0, np.zeros(0, np.int64)) if isinstance(part, bytes) else part for part in parts]
-    count, width = max(len(numbers) for _, _, numbers in whole), sum(len(raw) + nbytes for raw, nbytes, _ in whole)
+    width = sum(len(raw) + nbytes for raw, nbytes, _ in whole)
     made: list[bytes] = []
     for low in range(0, count, _BLOCK_ROWS):
         table, at = np.empty((min(_BLOCK_ROWS, count - low), width), np.uint8), 0
@@ -250,6 +269,21 @@ def _rows(*parts: _Part) -> tuple[bytes, int]:
                 table[:, at - nbytes : at] = some[:, None].view(np.uint8)
         made.append(table.tobytes())
     return b"".join(made), width
+
+
+def _woven(*tables: tuple[IntArray, Sequence[_Part]]) -> bytes:
+    """Return rows of several tables in the order of the numbers of these rows; if they are equal, in that of the tables."""
+    counts, rows = [len(at) for at, _ in tables], [_rows(*parts, count=len(at)) for at, parts in tables]
+    order = np.argsort(np.concatenate([at for at, _ in tables]), kind="stable")
+    widths = np.repeat([width for _, width in rows], counts)
+    starts = np.empty(len(order), np.int64)
+    starts[order] = np.cumsum(widths[order]) - widths[order]
+    made = np.empty(widths.sum(), np.uint8)
+    for at, (raw, width) in zip(np.split(starts, np.cumsum(counts)[:-1]), rows, strict=True):
+        if len(at):
+            # Elements that begin at every byte, and overlap.
+            np.ndarray(len(made) - width + 1, f"V{width}", made, strides=(1,))[at] = np.frombuffer(raw, f"V{width}")
+    return made.tobytes()
 
 
 _Pickler: Any = pickle._Pickler
@@ -287,11 +321,15 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
 
     def define_texts(self, texts: Iterable[str]) -> None:
         new = [text for text in dict.fromkeys(texts) if text not in self.known]
-        self.made += b"(", *map(self.text, new), b"1"
+        raw = [text.encode("utf-8", "surrogatepass") for text in new]
+        heads = {nbytes: _head_of(nbytes) for nbytes in {*map(len, raw)}}
+        self.made += b"(", *[heads[len(each)] + each + b"\x94" for each in raw], b"1"
+        self.known.update(zip(new, range(self.memo_size, self.memo_size + len(new)), strict=True))
+        self.memo_size += len(new)
 
     def numbers(self, keys: Iterable[Any]) -> IntArray:
         """Return where what is known is in the memo."""
-        return np.array([self.known[key] for key in keys], np.int64)
+        return np.array([*map(self.known.__getitem__, keys)], np.int64)
 
     def sizes(self, ndim: IntArray, matrix: IntArray) -> IntArray:
         """Write the rows of a padded matrix as sizes, and return where each is in the memo."""
@@ -317,8 +355,7 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
         if (found := self._known(text)) is not None:
             return found
         raw = text.encode("utf-8", "surrogatepass")
-        head = b"\x8c" + bytes([len(raw)]) if len(raw) < 256 else b"X" + len(raw).to_bytes(4, "little")
-        return self._first(text, head + raw)
+        return self._first(text, _head_of(len(raw)) + raw)
 
     def size(self, size: Ints) -> bytes:
         return self._known(size) or self._first(

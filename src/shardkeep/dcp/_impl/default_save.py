@@ -546,10 +546,10 @@ def _contents(planned: _Planned, own: Sequence[_SentItem]) -> Contents:
     """Return what is stored: pieces, then the items of their own."""
     paths: dict[str, tuple[str | int, ...]] = {}
     for state in {id(each): each for each in planned.states}.values():
-        named = zip(state.names, state.paths or repeat(()), strict=False)
-        paths.update({name: tuple(path) for name, path in named if name not in paths})
+        named = dict(zip(state.names, state.paths or repeat(()), strict=False))
+        paths |= {name: path for name, path in named.items() if name not in paths} if paths else named
     stored = dict.fromkeys([*planned.keys, *(item.key for item in own)])
-    kinds: dict[str, Kind | None] = {name: None for name in [*paths, *stored] if name in stored}
+    kinds: dict[str, Kind | None] = dict.fromkeys(filter(stored.__contains__, chain(paths, stored)))
     row_of, tensors, pieces = dict(zip(kinds, count(), strict=False)), planned.tensors, planned.pieces
     axes = max([pieces.axes, *(len(item.shape) for item in own)])
     ndim, shape = np.zeros(len(kinds), np.int64), np.ones((len(kinds), axes), np.int64)
@@ -557,13 +557,11 @@ def _contents(planned: _Planned, own: Sequence[_SentItem]) -> Contents:
         if item.offset is not None:
             row, kinds[item.key] = row_of[item.key], _kind(item.dtype, item.flags)
             ndim[row], shape[row, : len(item.shape)] = len(item.shape), item.shape
-    rows = np.array([row_of[key] for key in planned.keys], np.int64)
+    rows = np.array([*map(row_of.__getitem__, planned.keys)], np.int64)
     ndim[rows], shape[rows] = tensors.ndim, widen(tensors.shape, axes, 1)
-    codes = tensors.dtype.tolist()
-    kinds |= {
-        key: _kind(by_code(code).name, flags)
-        for key, code, flags in zip(planned.keys, codes, planned.flags, strict=True)
-    }
+    said = list(zip(tensors.dtype.tolist(), planned.flags, strict=True))
+    kind_of = {(code, flags): _kind(by_code(code).name, flags) for code, flags in {*said}}
+    kinds |= zip(planned.keys, map(kind_of.__getitem__, said), strict=True)
     begins = widen(pieces.offsets, axes, 0), matrix_of([item.offset or () for item in own], axes, 0)
     extents = widen(pieces.sizes, axes, 1), matrix_of([item.sizes for item in own], axes, 1)
     return Contents(
