@@ -370,7 +370,8 @@ class PackedCopies(NamedTuple):
             copies = flat.split_with_sizes(layout.sizes)[1::2]
             torch._foreach_copy_(list(map(torch.Tensor.view, copies, layout.shapes)), sources)
             return
-        parts = list(map(torch.Tensor.ravel, sources))
+        pairs = zip(sources, layout.shapes, strict=True)
+        parts = [source if len(shape) == 1 else source.ravel() for source, shape in pairs]
         if any(layout.sizes[::2]):
             gap = torch.empty(ALIGNMENT, dtype=raw, device=flat.device)
             parts = [each for size, part in zip(layout.sizes[::2], parts, strict=True) for each in (gap[:size], part)]

@@ -301,7 +301,8 @@ def _describe_block(leaves: Sequence[Any]) -> tuple[OrdinaryLeaves, Sequence[tor
     described = OrdinaryLeaves(starts, shapes, dtypes, devices, specs)
     if classes == {_TENSOR} and not any(map(_REQUIRES_GRAD, leaves)):
         return described, leaves
-    return described, [leaf.detach() if leaf.requires_grad or type(leaf) is not _TENSOR else leaf for leaf in leaves]
+    # `data`, because `detach` takes longer.
+    return described, [leaf if type(leaf) is _TENSOR and not leaf.requires_grad else leaf.data for leaf in leaves]
 
 
 def _said_of(spec: Any) -> tuple[Any, ...]:
