@@ -179,6 +179,7 @@ def test_many_leaves_are_described_as_one_is():
     leaves = [*tensors_of(many_shapes()), torch.eye(3).to_sparse(), torch.empty(2, device="meta")]
     leaves += [torch.eye(3).to_sparse_csr(), torch.eye(3).to_mkldnn(), torch.ones(3)[:0], torch.ones(3, 0)]
     leaves += [torch.ones(3, dtype=torch.complex64).conj(), torch._neg_view(torch.ones(2)), np.ones(3), 5]
+    leaves += [torch.ones(2, requires_grad=True), torch.nn.Parameter(torch.ones(2))]
     leaves += [
         torch.nested.nested_tensor([torch.ones(2)]),
         torch.ones(2).as_subclass(type("Mine", (torch.Tensor,), {})),
