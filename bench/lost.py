@@ -90,7 +90,7 @@ class Loop:
 
 
 LOOPS = {"many": (9.67, 288, 64), "few": (9.66, 18, 512), "slow": (9.67, 288, 8192)}
-"""Gigabytes, layers, batch: 864 tensors and short steps, 54 tensors, 864 tensors and long steps."""
+"""Gigabytes, layers, batch: 864 large tensors and short steps, 54 tensors, 864 tensors and long steps."""
 ROWS: dict[str, dict[str, Any]] = {
     "auto": {},
     "device": {"staging": "device"},
@@ -307,8 +307,9 @@ def show(loop: str, row: str, found: list[list[dict[str, Any]]]) -> None:
 
 def calls(device: torch.device, folder: str) -> None:
     """Print how long calls take for states of many small tensors, from the second save on."""
-    for layers in (288, 1667):
+    for layers in (216, 1250):
         loop = Loop(layers * 12e-6, layers, 4, device)
+        count = 4 * layers  # a weight, two moments and the number of steps
         taken = []
         for number in range(10):
             loop.timed(3)
@@ -317,7 +318,7 @@ def calls(device: torch.device, folder: str) -> None:
             taken.append(time.perf_counter() - began)
             handle.result()
         print(
-            f"{3 * layers} tensors: blocked {ms(taken[0])} first, {ms(statistics.median(taken[1:]))} later"
+            f"{count} tensors: blocked {ms(taken[0])} first, {ms(statistics.median(taken[1:]))} later"
             f" ({ms(min(taken[1:]))} to {ms(max(taken[1:]))})",
             flush=True,
         )
