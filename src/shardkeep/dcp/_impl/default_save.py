@@ -251,13 +251,14 @@ class DefaultSave(SaveLayout):
             sizes = [None if at >= first else data[at].nbytes for at in chosen]
             where, files = np.empty((4, len(rows)), np.int64), list[tuple[list[int], FileLayout]]()
             for number, bucket in enumerate(filter(None, writer.divide(sizes))):
-                bucket.sort(key=lambda at: sizes[at] is not None)  # objects first
+                if None in sizes:
+                    bucket.sort(key=lambda at: sizes[at] is not None)  # objects first
                 in_file = [chosen[at] for at in bucket]
-                layout, placed = place_items([data[at] for at in in_file])
+                layout, where[1:, bucket] = place_items([data[at] for at in in_file])
                 files.append((in_file, layout))
                 where[0, bucket] = number
-                where[1:, bucket] = np.array([(*at[:2], -1 if at[2] is None else at[2]) for at in placed]).T
-            derived["items"] = kept = key, files, where, sum(data[at].nbytes for at in chosen)
+            own_nbytes = sum(each.nbytes for each in data[first:])
+            derived["items"] = kept = key, files, where, own_nbytes + sum(filter(None, sizes))
         _, files, where, nbytes = kept
         self._written = names = writer.new_names(f"__{self._ranks.rank}_", len(files))
         laid_out = zip(names, files, strict=True)

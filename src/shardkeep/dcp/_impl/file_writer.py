@@ -95,7 +95,8 @@ def lay_out(
     name: str, items: Sequence[Data], *, framed: bool = True, together_nbytes: int = 0
 ) -> tuple[FileJob, list[WrittenItem]]:
     """Lay items out in a new file, and say where each lies; tensors are `framed` as archives of `torch.save`."""
-    layout, placed = place_items(items, framed=framed)
+    layout, where = place_items(items, framed=framed)
+    placed = [WrittenItem(at, nbytes, None if begin < 0 else begin) for at, nbytes, begin in where.T.tolist()]
     return layout.job(name, items, together_nbytes), placed
 
 
@@ -106,7 +107,7 @@ class FileLayout(NamedTuple):
     start: IntArray
     address: IntArray
     """Of what stands between the items; 0 for these."""
-    between: list[Any]
+    between: memoryview
     rows: IntArray
     """Of each item, or -1 if it has no bytes."""
     is_tensor: npt.NDArray[np.bool_]
@@ -133,66 +134,59 @@ class FileLayout(NamedTuple):
             start=self.start,
             address=address,
             scattered=scattered,
-            owners=[*self.between, *(items if found.all() else compress(items, found.tolist()))],
+            owners=[self.between, *(items if found.all() else compress(items, found.tolist()))],
         )
 
 
-def place_items(items: Sequence[Data], *, framed: bool = True) -> tuple[FileLayout, list[WrittenItem]]:
-    rows: list[_Row] = []
-    row_of: list[int] = []
-    placed: list[WrittenItem] = []
-    frames: dict[Any, tuple[_Row, _Row]] = {}
-    joints: dict[tuple[int, int], _Row] = {}  # by the ids of what is in `frames`
-    at, behind = 0, _NOTHING
+def place_items(items: Sequence[Data], *, framed: bool = True) -> tuple[FileLayout, IntArray]:
+    """Lay items out, and say of each, in three rows: where it begins, its bytes, and where those of a tensor begin, or -1."""
+    kinds = [(b"", 0, b"", False)]  # what is before the data, their bytes, what is behind them
+    known: dict[Any, tuple[int, int]] = {}
+    numbers, end = [0], 0
     for item in items:
-        nbytes, before, next_behind, begin = item.nbytes, _NOTHING, _NOTHING, None
-        if isinstance(item, torch.Tensor):
-            if framed:
-                key = item.dtype, item.shape, at % (_LARGE_ALIGNMENT if nbytes >= _LARGE_NBYTES else _ALIGNMENT)
-                if (frame := frames.get(key)) is None:
-                    frame = frames[key] = _frame(item, at)
-                before, next_behind = frame
-            begin = at + before[2]
-        if behind[2] and before[2]:  # the end of one archive and the beginning of the next are one source
-            if (joint := joints.get((id(behind), id(before)))) is None:
-                joint = joints[id(behind), id(before)] = _row_of(bytes(behind[0]) + bytes(before[0]))
-            rows.append(joint)
-        elif behind[2] or before[2]:
-            rows.append(behind if behind[2] else before)
-        row_of.append(len(rows) if nbytes else -1)
-        if nbytes:
-            rows.append((None, 0, nbytes))
-        end = at + before[2] + nbytes + next_behind[2]
-        placed.append(WrittenItem(at, end - at, begin))
-        at, behind = end, next_behind
-    rows += [behind] if behind[2] else []
-    sizes = np.array([nbytes for _, _, nbytes in rows], np.int64)
-    address = np.array([address for _, address, _ in rows], np.int64)
-    between = list({id(data): data for data, _, _ in rows if data is not None}.values())
-    is_tensor = np.array([isinstance(item, torch.Tensor) for item in items], np.bool_)
-    return FileLayout(at, np.cumsum(sizes) - sizes, address, between, np.array(row_of, np.int64), is_tensor), placed
+        tensor = item if isinstance(item, torch.Tensor) else None
+        key: Any = item.nbytes if tensor is None else (tensor.dtype, tensor.shape, end % _LARGE_ALIGNMENT)
+        if (found := known.get(key)) is None:
+            # Of what a frame depends on, so that there are few.
+            alike = key if tensor is None else (*key[:2], end % _alignment(item.nbytes))
+            if (found := known.get(alike)) is None:
+                head, tail = _frame(tensor, end) if framed and tensor is not None else (b"", b"")
+                found = known[alike] = len(kinds), len(head) + item.nbytes + len(tail)
+                kinds.append((head, item.nbytes, tail, tensor is not None))
+            known[key] = found
+        numbers.append(found[0])
+        end += found[1]
+    kind = np.array([*numbers, 0], np.int64)
+    # The end of one archive and the beginning of the next are one source, of which there are few.
+    pairs, which = np.unique(kind[:-1] * len(kinds) + kind[1:], return_inverse=True)
+    joints = [kinds[pair // len(kinds)][2] + kinds[pair % len(kinds)][0] for pair in pairs.tolist()]
+    between, joint_nbytes = memoryview(b"".join(joints)), np.array([*map(len, joints)], np.int64)
+    of_kind = np.array([(len(head), nbytes, len(tail), tensor) for head, nbytes, tail, tensor in kinds], np.int64)
+    before, nbytes, behind, is_tensor = of_kind[kind[1:-1]].T
+    sizes, address = np.zeros((2, len(which), 2), np.int64)
+    sizes[:, 0] = joint_nbytes[which]
+    address[:, 0] = (address_of(between) + np.cumsum(joint_nbytes) - joint_nbytes)[which]
+    sizes[:-1, 1] = nbytes
+    held, starts = sizes > 0, np.cumsum(sizes).reshape(sizes.shape) - sizes
+    rows = np.where(held, np.cumsum(held).reshape(held.shape) - 1, -1)[:-1, 1]
+    begin = starts[:-1, 1]
+    layout = FileLayout(end, starts[held], address[held], between, rows, is_tensor > 0)
+    return layout, np.stack([begin - before, before + nbytes + behind, np.where(is_tensor, begin, -1)])
 
 
-_Row = tuple[Any, int, int]
-"""Bytes of a file: what holds them, where they are in memory as long as that is kept, and how many."""
-_NOTHING: _Row = (memoryview(b""), 0, 0)
-
-
-def _frame(tensor: torch.Tensor, at: int) -> tuple[_Row, _Row]:
+def _frame(tensor: torch.Tensor, at: int) -> tuple[bytes, bytes]:
     """Return what comes before and after a tensor's bytes in its archive."""
-    alignment = _LARGE_ALIGNMENT if tensor.nbytes >= _LARGE_NBYTES else _ALIGNMENT
+    alignment = _alignment(tensor.nbytes)
     return _frame_at(tensor.dtype, tuple(tensor.shape), at % alignment, alignment)
 
 
+def _alignment(nbytes: int) -> int:
+    return _LARGE_ALIGNMENT if nbytes >= _LARGE_NBYTES else _ALIGNMENT
+
+
 @lru_cache(maxsize=4096)
-def _frame_at(dtype: torch.dtype, shape: Ints, at: int, alignment: int) -> tuple[_Row, _Row]:
-    head, tail = frame_tensor(of_torch(dtype), shape, at=at, alignment=alignment)
-    return _row_of(head), _row_of(tail)
-
-
-def _row_of(data: bytes) -> _Row:
-    view = memoryview(data)
-    return view, address_of(view), len(view)
+def _frame_at(dtype: torch.dtype, shape: Ints, at: int, alignment: int) -> tuple[bytes, bytes]:
+    return frame_tensor(of_torch(dtype), shape, at=at, alignment=alignment)
 
 
 class HashingStream:
@@ -241,11 +235,11 @@ def write_stream(
         offset = out.nbytes
         stream, descriptors = transforms.transform_save_stream(planned, out)
         if isinstance(item, torch.Tensor):
-            head, tail = _frame(item, offset) if framed else (_NOTHING, _NOTHING)
-            stream.write(head[0])
+            head, tail = _frame(item, offset) if framed else (b"", b"")
+            stream.write(head)
             for part in windows_of(item, WINDOW_NBYTES):
                 stream.write(part)
-            stream.write(tail[0])
+            stream.write(tail)
         else:
             stream.write(item)
         if stream is not out:
