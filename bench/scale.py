@@ -38,6 +38,7 @@ from shardkeep.dist import kv
 from shardkeep.dist.rendezvous import (
     LOG_RANKS,
     LOGGED_BYTES,
+    CoordinatorReply,
     RankActivity,
     RankMessage,
     decode_reply,
@@ -158,14 +159,20 @@ class Wire:
 
     def send(self, kind: bytes, key: str, *values: bytes) -> bytes:
         """Queue a request, and return its kind."""
+        return self.send_packed(kind, *self.pack(kind, key, *values))
+
+    def pack(self, kind: bytes, key: str, *values: bytes) -> tuple[bytes, int]:
+        """Return a request, and how many bytes of it are counted."""
         name = key.encode()
-        for each in (kind, struct.pack("<Q", len(self._prefix) + len(name)), self._prefix, name):
-            self._out += each
+        parts = [kind, U64(len(self._prefix) + len(name)), self._prefix, name]
         for value in values:
-            self._out += value if kind == self.ADD else struct.pack("<Q", len(value)) + value
-            self.nbytes += len(value)
+            parts += [value] if kind == self.ADD else [U64(len(value)), value]
+        return b"".join(parts), len(name) + sum(map(len, values))
+
+    def send_packed(self, kind: bytes, request: bytes, nbytes: int) -> bytes:
+        self._out += request
         self.requests += 1
-        self.nbytes += len(name)
+        self.nbytes += nbytes
         return kind
 
     def flush(self) -> None:
@@ -183,17 +190,46 @@ class Wire:
 
 
 ONE = struct.pack("<q", 1)
+U64 = struct.Struct("<Q").pack
 
 
-def simulated_rank(wire: Wire, rank: int, ranks: int, meetings: list[Meeting]) -> Iterator[Any]:
+@dataclass(frozen=True)
+class Prepared:
+    """What all simulated ranks of a process have in common, and is made once."""
+
+    messages: list[bytes]
+    """Of each rank, by meeting."""
+    looks: dict[tuple[int, int], tuple[bytes, int]]
+    """The request that looks for the answer of a call's meeting."""
+    replies: dict[bytes, CoordinatorReply]
+    """What was read last, decoded."""
+
+    @classmethod
+    def of(cls, meetings: list[Meeting]) -> Prepared:
+        said = [RankMessage(title=TITLE, phase=each.phase, payload=b"x" * each.sent_nbytes) for each in meetings]
+        return cls([*map(encode, said)], {}, {})
+
+    def look(self, wire: Wire, call: int, step: int) -> tuple[bytes, int]:
+        if (call, step) not in self.looks:
+            self.looks[call, step] = wire.pack(wire.COMPARE_SET, f"{call}/{step}/out", b"?", b"?")
+        return self.looks[call, step]
+
+    def decoded(self, raw: bytes) -> CoordinatorReply:
+        if raw not in self.replies:
+            self.replies.clear()
+            self.replies[raw] = decode_reply(raw[1:])
+        return self.replies[raw]
+
+
+def simulated_rank(wire: Wire, rank: int, ranks: int, meetings: list[Meeting], made: Prepared) -> Iterator[Any]:
     """Make the requests of a rank that is not rank 0; gives the pauses, and the requests whose answers it gets."""
     slowest_s, quickest_s = kv.longest_pause_s(ranks), max(0.0005, ranks / kv.CHECKS_PER_S / 5)
     call = yield wire.send(wire.ADD, f"calls/{rank}", ONE)
     if call == 1:
         note = encode(RankActivity(call, 0, meetings[0].phase, TITLE))
         wire.send(wire.SET, f"doing/{rank}", b"w" + note)
-    for step, meeting in enumerate(meetings):
-        message = encode(RankMessage(title=TITLE, phase=meeting.phase, payload=b"x" * meeting.sent_nbytes))
+    for step in range(len(meetings)):
+        message, look = made.messages[step], made.look(wire, call, step)
         own, long = f"{call}/{step}/own/{rank}", len(message) > LOGGED_BYTES
         if long:
             wire.send(wire.SET, own, b"w" + message)
@@ -202,10 +238,10 @@ def simulated_rank(wire: Wire, rank: int, ranks: int, meetings: list[Meeting]) -
         began = time.monotonic()
         first_s = quickest_s + ranks * len(message) * long / kv.BYTES_PER_S
         yield min(slowest_s, max(first_s, wire.waits.get((rank, step), 0.0) * 3 / 4))
-        while (raw := (yield wire.send(wire.COMPARE_SET, f"{call}/{step}/out", b"?", b"?"))) == b"?":
+        while (raw := (yield wire.send_packed(wire.COMPARE_SET, *look))) == b"?":
             yield min(slowest_s, max(quickest_s, (time.monotonic() - began) / 4))
         wire.waits[rank, step] = time.monotonic() - began
-        reply = decode_reply(raw[1:])
+        reply = made.decoded(raw)
         if reply.own:
             yield wire.send(wire.COMPARE_SET, own, b"?", b"?")
         if reply.own or long:
@@ -217,8 +253,8 @@ def simulated_rank(wire: Wire, rank: int, ranks: int, meetings: list[Meeting]) -
 
 def run_simulated(wire: Wire, ranks: list[int], world_size: int, meetings: list[Meeting]) -> None:
     """Take turns among the ranks, each in the order and with the pauses of its requests."""
-    numbers = count()
-    due = [(0.0, next(numbers), simulated_rank(wire, rank, world_size, meetings)) for rank in ranks]
+    numbers, made = count(), Prepared.of(meetings)
+    due = [(0.0, next(numbers), simulated_rank(wire, rank, world_size, meetings, made)) for rank in ranks]
     waiting: list[tuple[Any, bytes]] = []
 
     def go_on(rank: Any, answer: Any) -> None:

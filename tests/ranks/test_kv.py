@@ -51,12 +51,12 @@ def test_more_messages_than_one_request_reads(mailbox):
 def test_a_log_has_what_was_appended_in_its_order_until_it_is_dropped(store, mailbox):
     bodies = [b"", b"?", b"\x00\xff", b"x" * 5000]
     before = store.num_keys()
-    assert mailbox.entries("log") == []
+    assert mailbox.entries(["log"]) == []
     for body in bodies:
         mailbox.append("log", body)
-    assert mailbox.entries("log") == bodies
+    assert mailbox.entries(["log"]) == bodies
     mailbox.drop_log("log")
-    assert mailbox.entries("log") == []
+    assert mailbox.entries(["log"]) == []
     assert store.num_keys() == before
 
 

@@ -286,7 +286,7 @@ def test_ranks_meet_through_each_kind_of_store(stores, monkeypatch, ranks_per_lo
     assert stores[0].num_keys() == before
 
 
-LOOKS = {"compare_set", "check", "has_extended_api"}
+LOOKS = {"compare_set", "check", "multi_get", "has_extended_api"}
 """Requests by which a rank looks whether something is there, and how often it does depends on time."""
 
 
@@ -318,6 +318,24 @@ def test_a_rank_makes_few_requests_and_rank_0_not_many_more(monkeypatch):
     assert others == [{"add": 2, "append": 3}] * 46
     notes, replies, logs, replies_read = 3, 3, 2 * 3, 2
     assert rank_0 == {"add": 1, "set": notes + replies, "delete_key": logs + replies_read}
+
+
+def test_many_logs_are_read_some_at_a_time(monkeypatch):
+    """What ranks say arrives in their order, whichever log is complete first, and nothing stays behind."""
+    monkeypatch.setattr(rendezvous_module, "LOG_RANKS", 1)
+    store = HashStore()
+    keys, heard = [], []
+
+    def save(world):
+        with rendezvous(world, "save to a") as meeting:
+            for phase in ("plan", "write", "commit"):
+                meeting.agree(phase, lambda: b"%d" % world.rank, lambda said: heard.append(said) or said)
+
+    for _ in range(2):
+        on_all_ranks([store] * 40, save)
+        keys.append(store.num_keys())
+    assert heard == [[b"%d" % rank for rank in range(40)]] * 6
+    assert keys[0] == keys[1]
 
 
 def repeat_first(payloads):

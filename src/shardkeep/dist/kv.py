@@ -97,15 +97,21 @@ class KVMailbox:
         else:
             self.put(f"{log}/{self.count(log)}", body)
 
-    def entries(self, log: str) -> list[bytes]:
+    def entries(self, logs: Sequence[str]) -> list[bytes]:
+        """Return the bodies in some logs, at most `BATCH`; of several logs nothing while one of them is empty."""
         if not self._extended:
-            numbers = range(1, self.counted(log) + 1)
-            return [body for number in numbers if (body := self.peek(f"{log}/{number}")) is not None]
-        whole, at, bodies = self._peek(log) or b"", 0, list[bytes]()
-        while at < len(whole):
-            end = at + 4 + int.from_bytes(whole[at : at + 4], "little")
-            bodies.append(whole[at + 4 : end])
-            at = end
+            numbers = [(log, number) for log in logs for number in range(1, self.counted(log) + 1)]
+            return [body for log, number in numbers if (body := self.peek(f"{log}/{number}")) is not None]
+        bodies = list[bytes]()
+        several = len(logs) > 1
+        if several and not self._store.check(list(logs)):
+            return bodies
+        for whole in self._get(logs) if several else [self._peek(logs[0]) or b""]:
+            at = 0
+            while at < len(whole):
+                end = at + 4 + int.from_bytes(whole[at : at + 4], "little")
+                bodies.append(whole[at + 4 : end])
+                at = end
         return bodies
 
     def drop_log(self, log: str) -> None:

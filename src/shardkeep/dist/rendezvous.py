@@ -34,7 +34,7 @@ import msgspec
 from msgspec.structs import replace
 
 from shardkeep.dist import rank_errors
-from shardkeep.dist.kv import PIECE_BYTES, KVMailbox, StoreUnreachable, longest_pause_s, run_aside, with_mailbox
+from shardkeep.dist.kv import BATCH, PIECE_BYTES, KVMailbox, StoreUnreachable, longest_pause_s, run_aside, with_mailbox
 from shardkeep.dist.rank_errors import ALL_CALL, GroupError
 from shardkeep.errors import CheckpointError, Failure
 from shardkeep.options import per_process
@@ -143,6 +143,8 @@ class Rendezvous:
         self._silent: dict[int, str] = {}
         self._left = False
         self._cut = False
+        # On rank 0: logs that nobody reads any more.
+        self._stale: list[str] = []
         # Key and length of rank 0's last reply, if those who go on from it are all that read it.
         self._last_out: tuple[str, int] | None = None
 
@@ -224,13 +226,18 @@ class Rendezvous:
         logs = sorted({rank // LOG_RANKS for rank in awaited}, reverse=True)
 
         def errand(mailbox: KVMailbox) -> dict[int, _LastSeen]:
+            def is_missing(log: int) -> bool:
+                ranks = range(log * LOG_RANKS, (log + 1) * LOG_RANKS)
+                return any(rank in awaited and rank not in raw for rank in ranks)
+
             def look() -> bool | None:
                 while logs:
-                    self._read_log(mailbox, logs[-1], raw)
-                    ranks = range(logs[-1] * LOG_RANKS, (logs[-1] + 1) * LOG_RANKS)
-                    if any(rank in awaited and rank not in raw for rank in ranks):
+                    some = logs[-BATCH:]
+                    self._read_logs(mailbox, some, raw)
+                    logs[-BATCH:] = left = [*filter(is_missing, some)]
+                    if left:
+                        self._drop_stale(mailbox, BATCH)
                         return None
-                    logs.pop()
                 return True
 
             def late(waited_s: float) -> None:
@@ -238,7 +245,7 @@ class Rendezvous:
 
             if not mailbox.poll(look, timeout_s, late):
                 for log in logs:
-                    self._read_log(mailbox, log, raw)
+                    self._read_logs(mailbox, [log], raw)
             long = [rank for rank in awaited if raw.get(rank) == b""]
             raw.update(zip(long, mailbox.read([self._key(step, "own", rank) for rank in long]), strict=True))
             return {rank: _last_seen(mailbox, rank) for rank in awaited - raw.keys()}
@@ -254,12 +261,18 @@ class Rendezvous:
         }
         return messages
 
-    def _read_log(self, mailbox: KVMailbox, log: int, messages: dict[int, bytes]) -> None:
-        """Add the messages of a log; empty ones stand for long messages."""
-        entries = mailbox.entries(self._key(self._step, "in", log))
+    def _read_logs(self, mailbox: KVMailbox, logs: list[int], messages: dict[int, bytes]) -> None:
+        """Add the messages of logs; empty ones stand for long messages."""
+        entries = mailbox.entries([self._key(self._step, "in", log) for log in logs])
         # A rank's last word is that it left, wherever it is: a thread of an interrupted rank may still send its message.
         for entry in sorted(entries, key=lambda entry: entry[0] == _LEFT):
             messages[int.from_bytes(entry[1:5], "little")] = entry[5:]
+
+    def _drop_stale(self, mailbox: KVMailbox, most: int) -> None:
+        """Delete logs that were read. Not at once, because all ranks would wait for that."""
+        for key in self._stale[:most]:
+            mailbox.drop_log(key)
+        del self._stale[:most]
 
     def _find_error(self, messages: dict[int, RankMessage]) -> GroupError | None:
         failures = {rank: message.failure for rank, message in messages.items() if message.failure} | self._departed
@@ -308,7 +321,7 @@ class Rendezvous:
         def errand(mailbox: KVMailbox) -> None:
             for letter in (*own.items(), *([out] if answers else [])):
                 mailbox.put(*letter)  # the reply last, because ranks read their own answers when they see it
-            self._drop_logs(mailbox, step)
+            self._stale += self._logs(step)
             if read_out:
                 mailbox.drop(*read_out)
             for key in (self._key(s, "own", rank) for rank in self._departed for s in (step - 1, step)):
@@ -318,9 +331,8 @@ class Rendezvous:
         self._last_out = (out[0], len(out[1])) if answers and not missed else None
         self._step += 1
 
-    def _drop_logs(self, mailbox: KVMailbox, step: int) -> None:
-        for log in range(1 + (self._world.size - 1) // LOG_RANKS):
-            mailbox.drop_log(self._key(step, "in", log))
+    def _logs(self, step: int) -> list[str]:
+        return [self._key(step, "in", log) for log in range(1 + (self._world.size - 1) // LOG_RANKS)]
 
     def _own_answers(self, answers: dict[int, bytes]) -> dict[str, bytes]:
         sharers: dict[bytes, list[int]] = {}
@@ -461,7 +473,7 @@ class Rendezvous:
 
     def _part(self) -> None:
         """End the call: rank 0 waits until the others have its answer, because the store may end with its process."""
-        if self._present == 0 or self._cut:
+        if (self._present == 0 and not self._stale) or self._cut:
             return
 
         # Longer than the others may pause between two looks at the store, but at most half the timeout, because in the next
@@ -470,17 +482,21 @@ class Rendezvous:
         parted, present, out = f"{self._call}/parted", self._present, self._last_out
 
         def errand(mailbox: KVMailbox) -> None:
+            self._drop_stale(mailbox, len(self._stale))
             if self._world.rank > 0:
                 if mailbox.count(parted) == present and out:
                     mailbox.drop(parted)
                     mailbox.discard(self._key(self._step - 2, "out"))  # if rank 0 left before it heard from all
                     mailbox.drop(*out)
+            elif present == 0:
+                return
             elif out:
                 mailbox.poll(lambda: not mailbox.there(out[0]) or None, linger_s)
             elif mailbox.poll(lambda: mailbox.counted(parted) == present or None, linger_s):
                 mailbox.drop(parted)
             if self._left:  # the others sent what rank 0 did not wait for
-                self._drop_logs(mailbox, self._step - 1)
+                self._stale += self._logs(self._step - 1)
+                self._drop_stale(mailbox, len(self._stale))
 
         # What was agreed on is valid, even if the store is unreachable now.
         with contextlib.suppress(StoreUnreachable):
