@@ -152,7 +152,7 @@ def test_training_goes_on_without_a_wait(way, kind):
 @pytest.mark.parametrize("writer", ["thread", "process"])
 def test_where_there_is_room_for_a_part(monkeypatch, place, writer):
     """What finds room is copied on the device, what is written first on the way, and steps that follow at once change neither."""
-    monkeypatch.setattr(snapshot, "_free_nbytes", lambda device: room)
+    monkeypatch.setattr(snapshot, "_free_nbytes", lambda *_: room)
     model = Net().to(DEVICE)
     optimizer = OPTIMIZERS["fused"](model.parameters())
     train(model, optimizer)
@@ -171,6 +171,23 @@ def test_where_there_is_room_for_a_part(monkeypatch, place, writer):
         assert (bits(model2.state_dict()), bits(optimizer2.state_dict())) == wanted
     assert all(each.startswith("overlap") and "to the host" in each for each in chosen), chosen
     assert len(set(chosen)) > 10
+
+
+def test_what_the_last_copies_left_in_the_cache_of_torch_is_room(monkeypatch):
+    """The choice stays the same from save to save, although torch keeps the memory of the first copies."""
+    module = torch.get_device_module(DEVICE)
+    gc.collect()
+    module.empty_cache()
+    state = {"w": torch.ones(50 << 20, device=DEVICE)}  # 200 MiB
+    free = 500 << 20
+    taken = module.memory_reserved(DEVICE)
+    monkeypatch.setattr(module, "mem_get_info", lambda _: (free - (module.memory_reserved(DEVICE) - taken), 1 << 40))
+    for step in range(4):
+        state["w"].fill_(step)
+        where = sk.MemoryStore()
+        report = sk.async_save(state, where).result(PATIENCE_S)
+        assert report.staging.startswith("device: ")
+        assert saved_in(where)["w"].eq(step).all()
 
 
 def test_a_step_waits_for_a_save_that_is_held():

@@ -287,7 +287,9 @@ def _copy_on_device(
 ) -> None:
     """Queue the copies on devices; tensors that are the same memory are copied once."""
     tensors = taken.found
-    chosen, taken.guarded = _chosen_for_copy(tensors, places, staging, optimizers, order)
+    earlier: Mapping[torch.device, int] = taken.derived.get("copied", {})
+    free = {device: _free_nbytes(device, nbytes, earlier.get(device, 0)) for device, nbytes in places.nbytes.items()}
+    chosen, taken.guarded = _chosen_for_copy(tensors, places, staging, optimizers, free, order)
     if chosen is not places.on_device:
         taken.live_nbytes = sum((places.nbytes - _nbytes_by_device(tensors, chosen)).values())
     known, segments = taken.derived.get("segments", (None, []))
@@ -295,11 +297,14 @@ def _copy_on_device(
         segments = _lay_out_segments(tensors, _in_order(chosen, order))
         taken.derived["segments"] = (chosen, order), segments
     way = "device" if not taken.live_nbytes else "overlap" if taken.guarded else "host"
-    for device in places.nbytes:
-        copied, free = sum([each.nbytes for each in segments if each.device == device]), _free_nbytes(device)
-        taken.stays = taken.stays and copied <= _ROOM_TO_STAY * free
+    copied = dict.fromkeys(places.nbytes, 0)
+    for each in segments:
+        copied[each.device] += each.nbytes
+    taken.derived["copied"] = copied
+    for device, nbytes in copied.items():
+        taken.stays = taken.stays and nbytes <= _ROOM_TO_STAY * free[device]
         taken.choice += f"; {device}: " if taken.choice else f"{way}: "
-        taken.choice += f"{format_size(copied)} copied on the device, of {format_size(free)} free there"
+        taken.choice += f"{format_size(nbytes)} copied on the device, of {format_size(free[device])} free there"
         packed = [PackedCopies.of(each) for each in segments if each.device == device]
         taken.events[device] = _queue_copies(device, tensors, packed)
         taken.packed += packed
@@ -431,16 +436,20 @@ def _chosen_for_copy(
     places: _Places,
     staging: str,
     optimizers: Sequence[Optimizer],
+    free: Mapping[torch.device, int],
     order: Sequence[int] = (),
 ) -> tuple[list[int], bool]:
-    """Return the rows that are copied on the device, and whether the rest cannot change until it is copied."""
+    """
+    Return the rows that are copied on the device, and whether the rest cannot change until it is copied.
+
+    `free` is the memory that each device has free, and `order` that in which the rows will be written, if it is known.
+    """
     on_device = places.on_device
     if staging == "host":
         return [], False
     if staging == "overlap" and not optimizers:
         _warn_without_optimizer()
         return [], True
-    free = {device: _free_nbytes(device) for device in places.nbytes} if staging == "auto" else {}
     if staging == "device" or (staging == "auto" and not _without_room(places.nbytes, free)):
         return on_device, True
     chosen = rows_outside_optimizers(tensors, on_device, optimizers)
@@ -472,10 +481,19 @@ def _without_room(wanted: Counter[torch.device], free: Mapping[torch.device, int
     return {device for device, nbytes in wanted.items() if nbytes > _ROOM * free[device]}
 
 
-def _free_nbytes(device: torch.device) -> int:
-    """Return the free memory of a device, without torch's cache, which the next forward needs again; 0 if unknown."""
+def _free_nbytes(device: torch.device, wanted_nbytes: int, earlier_nbytes: int) -> int:
+    """
+    Return the free memory of a device, without torch's cache, which the next forward needs again; 0 if unknown.
+
+    If little is free, beside what is wanted, then the `earlier_nbytes` that the copies of the last save took count as free too,
+    as far as they are in the cache.
+    """
     module: Any = torch.get_device_module(device)
-    return int(module.mem_get_info(device)[0]) if hasattr(module, "mem_get_info") else 0
+    free = int(module.mem_get_info(device)[0]) if hasattr(module, "mem_get_info") else 0
+    if wanted_nbytes <= _ROOM_TO_STAY * free or not earlier_nbytes:
+        return free
+    cached: int = module.memory_reserved(device) - module.memory_allocated(device)
+    return free + min(earlier_nbytes, cached)
 
 
 class StepBarrier:

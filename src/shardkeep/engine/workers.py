@@ -262,7 +262,7 @@ def windows_for(
     devices = [torch.device(kind.type, index) for index in indices] if kind else []
     if after is None:  # after what this thread has queued so far
         after = {device: torch.accelerator.current_stream(device).record_event() for device in devices}
-    events = list(after.items()) if devices else []
+    events = list(after.items()) if indices else []
     ring, streams = (staging or staging_memory()).ring, staging_memory().streams
     per_buffer = ring.buffer_nbytes // nbytes
     pins = per_buffer > 0 and sum(each.nbytes for each in on_accelerators) >= _WORTH_PINNING_NBYTES
@@ -276,7 +276,7 @@ def windows_for(
     numbers = count()
 
     def lend() -> memoryview:
-        if devices:
+        if indices:
             torch.accelerator.set_device_index(next(iter(indices)))
         with lock:
             number = next(numbers)
