@@ -223,7 +223,7 @@ class Prepared:
 
 def simulated_rank(wire: Wire, rank: int, ranks: int, meetings: list[Meeting], made: Prepared) -> Iterator[Any]:
     """Make the requests of a rank that is not rank 0; gives the pauses, and the requests whose answers it gets."""
-    slowest_s, quickest_s = kv.longest_pause_s(ranks), max(0.0005, ranks / kv.CHECKS_PER_S / 5)
+    slowest_s, quickest_s = kv.longest_pause_s(ranks), kv.quickest_pause_s(ranks)
     call = yield wire.send(wire.ADD, f"calls/{rank}", ONE)
     if call == 1:
         note = encode(RankActivity(call, 0, meetings[0].phase, TITLE))

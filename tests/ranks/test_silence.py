@@ -180,7 +180,8 @@ def test_rank_0_stays_until_the_others_have_its_answer(rank_pool, failing):
 
 def vanish_when_others_pause():
     """Rank 0 ends right after its call, while the others, as if they were many, look for its answer seldom."""
-    with mock.patch.multiple(mailbox, CHECKS_PER_S=0.1), mock.patch.multiple(rendezvous_module, LINGER_S=0.0):
+    seldom = mock.patch.multiple(mailbox, CHECKS_PER_S=0.1, FIRST_CHECKS_PER_S=0.5)
+    with seldom, mock.patch.multiple(rendezvous_module, LINGER_S=0.0):
         outcome = ask_once(lambda: time.sleep(0.6 * (rank() == 0)) or b"", timeout_s=2.0)
     if rank() == 0:
         os._exit(0)
