@@ -29,7 +29,7 @@ from shardkeep.format.boxes import IntArray
 from shardkeep.format.record import FileEntry
 from shardkeep.layouts import native
 from shardkeep.storage.base import BlobWriter, WritableStore, abandoning, delete_all
-from shardkeep.storage.buffers import address_of, copy_memory, view_memory
+from shardkeep.storage.buffers import address_of, copy_alike, copy_memory
 from shardkeep.storage.cancel import CancelScope, create_in, run_with_deadline
 
 if TYPE_CHECKING:
@@ -260,10 +260,15 @@ def gather(window: Window, into: memoryview, *, queued: bool = False) -> None:
     low, high = np.maximum(edges[:-1], start), np.minimum(edges[1:], stop)
     skipped, at, size, base = low - edges[:-1], low - start, high - low, address_of(into)
     held = window.addresses != 0
-    source = np.where(held, window.addresses + skipped, 0)
-    left = _copy_alike(into, at, source, size, np.flatnonzero(held & (size > 0) & (size <= _SMALL_NBYTES)), len(rows))
-    columns = (column[left].tolist() for column in (skipped, at, source, size))
-    for row, begin, to, address, nbytes in zip(left.tolist(), *columns, strict=True):
+    source, left = np.where(held, window.addresses + skipped, 0), np.ones(len(rows), np.bool_)
+    small = np.flatnonzero(held & (size > 0) & (size <= _SMALL_NBYTES))
+    if len(small) >= _MANY:
+        left[small] = False
+        small = small[np.argsort(size[small].astype(np.uint16), kind="stable")]
+        for alike in np.split(small, np.flatnonzero(np.diff(size[small])) + 1):
+            copy_alike(base + at[alike], source[alike], int(size[alike[0]]))
+    columns = (column[left].tolist() for column in (np.arange(len(rows)), skipped, at, source, size))
+    for row, begin, to, address, nbytes in zip(*columns, strict=True):
         if address:
             copy_memory(base + to, address, nbytes)
         else:
@@ -271,29 +276,7 @@ def gather(window: Window, into: memoryview, *, queued: bool = False) -> None:
             scattered.read(begin, begin + nbytes, into[to : to + nbytes], queued=queued)
 
 
-_SMALL_NBYTES, _FEW = 4096, 32
-_COPIED_NBYTES = 256 << 10
-
-
-def _copy_alike(
-    into: memoryview, at: IntArray, source: IntArray, size: IntArray, small: IntArray, count: int
-) -> IntArray:
-    """Copy the `small` rows of sizes that many of them have, and return the other ones of `count` rows."""
-    # Because a call for each row takes ten times as long as the copy. The elements of these arrays overlap.
-    left = np.ones(count, np.bool_)
-    small = small[np.argsort(size[small].astype(np.uint16), kind="stable")] if len(small) >= _FEW else small[:0]
-    for alike in np.split(small, np.flatnonzero(np.diff(size[small])) + 1):
-        if len(alike) < _FEW:
-            continue
-        nbytes, first = int(size[alike[0]]), int(source[alike].min())
-        memory = view_memory(first, int(source[alike].max()) - first + nbytes)
-        here, there = (np.ndarray(len(view) - nbytes + 1, f"V{nbytes}", view, strides=(1,)) for view in (into, memory))
-        step = max(1, _COPIED_NBYTES // nbytes)  # what is copied on the way stays in the cache
-        for low in range(0, len(alike), step):
-            some = alike[low : low + step]
-            here[at[some]] = there[source[some] - first]
-        left[alike] = False
-    return np.flatnonzero(left)
+_SMALL_NBYTES, _MANY = 4096, 32
 
 
 def _finish(store: WritableStore, file: _FileInProgress, scope: CancelScope | None) -> None:

@@ -301,8 +301,8 @@ def _describe_block(leaves: Sequence[Any]) -> tuple[OrdinaryLeaves, Sequence[tor
     described = OrdinaryLeaves(starts, shapes, dtypes, devices, specs)
     if classes == {_TENSOR} and not any(map(_REQUIRES_GRAD, leaves)):
         return described, leaves
-    # `data`, because `detach` takes longer.
-    return described, [leaf if type(leaf) is _TENSOR and not leaf.requires_grad else leaf.data for leaf in leaves]
+    # Not `data`, which is quicker: autograd would not notice that a load has filled it.
+    return described, [leaf if type(leaf) is _TENSOR and not leaf.requires_grad else leaf.detach() for leaf in leaves]
 
 
 def _said_of(spec: Any) -> tuple[Any, ...]:
