@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -158,3 +159,83 @@ def test_copies_on_a_device_are_packed(shapes, dtype, strided):
         ends[memory] = start + each.nbytes
     kinds = len({each.is_contiguous() for each in sources})
     assert len(ends) <= kinds + sum(each.nbytes + 64 for each in sources) // 1024
+
+
+class Copying:
+    """Copies on a device that is host memory, with so much free there; the first allocations may fail."""
+
+    def __init__(self, monkeypatch, free, *, failing=0):
+        self.failing, self.asked, self.derived = failing, [], {}
+        made = pieces.PackedCopies.of
+
+        def of(layout):
+            self.failing -= 1
+            if self.failing >= 0:
+                raise torch.OutOfMemoryError("the device is full")
+            return made(layout)
+
+        def queue(device, tensors, packed):
+            for each in packed:
+                each.fill(tensors)
+            return f"event of {device}"
+
+        def free_nbytes(device, wanted, left):
+            self.asked.append(left)
+            return free
+
+        monkeypatch.setattr(pieces.PackedCopies, "of", of)
+        monkeypatch.setattr(pieces, "_queue_copies", queue)
+        monkeypatch.setattr(pieces, "_free_nbytes", free_nbytes)
+
+    def take(self, tensors, staging, optimizers=()):
+        nbytes = Counter({torch.device("cpu"): sum(each.nbytes for each in tensors)})
+        places = pieces._Places([], list(range(len(tensors))), nbytes)
+        taken = pieces.DeviceSnapshot(list(tensors), derived=self.derived)
+        pieces._copy_on_device(taken, places, staging, optimizers, ())
+        return taken
+
+
+def test_without_memory_for_copies_auto_copies_to_the_host_and_device_fails(monkeypatch):
+    """What a device says is free may not be there for one large allocation."""
+    tensors = [torch.arange(1000.0), torch.arange(10.0)]
+    copying = Copying(monkeypatch, 1 << 20, failing=1)
+    taken = copying.take(tensors, "auto")
+    assert (taken.guarded, taken.live_nbytes, taken.packed) == (False, 4040, [])
+    assert taken.choice == "host: 0 B copied on the device, of 0 B free there, 4.04 kB to the host"
+    assert taken.events == {torch.device("cpu"): "event of cpu"}
+    copying.failing = 1
+    with pytest.raises(torch.OutOfMemoryError):
+        copying.take(tensors, "device")
+
+
+def test_what_copies_leave_in_the_cache_counts_for_one_save(monkeypatch):
+    """When the save that made them has ended; a save that begins before another has ended counts nothing."""
+    tensors = [torch.arange(1000.0)]
+    copying = Copying(monkeypatch, 1 << 20)
+    first, second = copying.take(tensors, "auto"), copying.take(tensors, "auto")
+    first.note_left_in_cache()
+    second.note_left_in_cache()
+    third, _ = copying.take(tensors, "auto"), copying.take(tensors, "auto")
+    assert copying.asked == [0, 0, 4000, 0]
+    assert torch.equal(third.tensors[0], tensors[0])
+
+
+@pytest.mark.parametrize(
+    ("known", "free"),
+    [
+        ({}, 0),
+        ({"mem_get_info": 100}, 100),
+        ({"mem_get_info": 100, "memory_reserved": 70, "memory_allocated": 20}, 130),
+        ({"mem_get_info": 100, "memory_reserved": 30, "memory_allocated": 20}, 110),
+        ({"mem_get_info": 800, "memory_reserved": 70, "memory_allocated": 20}, 800),
+    ],
+)
+def test_free_memory_of_accelerators_that_say_less_than_cuda(monkeypatch, known, free):
+    """200 bytes are wanted, and the last copies left 30; where there is much room, that is enough."""
+    module = SimpleNamespace(**{name: _telling(name, value) for name, value in known.items()})
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    assert pieces._free_nbytes(torch.device("cpu"), 200, 30) == free
+
+
+def _telling(name, value):
+    return lambda _: (value, 1 << 40) if name == "mem_get_info" else value

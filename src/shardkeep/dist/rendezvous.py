@@ -269,7 +269,7 @@ class Rendezvous:
             messages[int.from_bytes(entry[1:5], "little")] = entry[5:]
 
     def _drop_stale(self, mailbox: KVMailbox, most: int) -> None:
-        """Delete logs that were read. Not at once, because all ranks would wait for that."""
+        """Delete logs that were read. Deleting them at once would make all ranks wait."""
         for key in self._stale[:most]:
             mailbox.drop_log(key)
         del self._stale[:most]

@@ -137,6 +137,14 @@ class DeviceSnapshot:
             self.lent.append(self.found[row])
         self.live_nbytes += sum([tensor.nbytes for tensor in self.lent])
 
+    def note_left_in_cache(self) -> None:
+        """At the end of a save, note how much its copies leave in torch's cache of each device, for the next one."""
+        if self.copied:
+            left: Counter[int] = Counter()
+            for index, begin, end in self.copied:
+                left[index] += end - begin
+            self.derived["left in cache"] = left
+
     def is_live(self, source: Scattered) -> bool:
         """Return whether a source on an accelerator is the caller's memory, rather than a copy there."""
         if source.accelerator is None or not source.nbytes:
@@ -247,8 +255,8 @@ def take_snapshot(
     `order` returns the tensors in the order in which they will be written, if that is known. `derived` is that of their description.
 
     `staging` says which tensors on accelerators are copied on the device. "device": all. "host": none. "overlap": those outside the
-    memory of optimizers, if there are optimizers; else none. "auto": all if there is room for it on the device; else those
-    outside the memory of optimizers, and of that memory as much as there is room for; else none. With "overlap", the steps of optimizers also wait for
+    memory of optimizers, if there are optimizers; else none. "auto": all if there is room for them on the device. If not, those
+    outside the memory of optimizers, and of that memory as much as there is room for. If even the former find no room, none. With "overlap", the steps of optimizers also wait for
     what finds no room in host memory; otherwise the call waits.
     """
     derived = {} if derived is None else derived
@@ -283,12 +291,20 @@ def _nbytes_by_device(tensors: Sequence[torch.Tensor], rows: Iterable[int]) -> C
 
 
 def _copy_on_device(
-    taken: DeviceSnapshot, places: _Places, staging: str, optimizers: Sequence[Optimizer], order: Sequence[int]
+    taken: DeviceSnapshot,
+    places: _Places,
+    staging: str,
+    optimizers: Sequence[Optimizer],
+    order: Sequence[int],
+    free: Mapping[torch.device, int] | None = None,
 ) -> None:
     """Queue the copies on devices; tensors that are the same memory are copied once."""
     tensors = taken.found
-    earlier: Mapping[torch.device, int] = taken.derived.get("copied", {})
-    free = {device: _free_nbytes(device, nbytes, earlier.get(device, 0)) for device, nbytes in places.nbytes.items()}
+    if free is None:
+        # Taken out, because a save that begins before this one has ended must not count the same memory.
+        left: Mapping[int, int] = taken.derived.pop("left in cache", {})
+        wanted = places.nbytes.items()
+        free = {device: _free_nbytes(device, nbytes, left.get(device.index or 0, 0)) for device, nbytes in wanted}
     chosen, taken.guarded = _chosen_for_copy(tensors, places, staging, optimizers, free, order)
     if chosen is not places.on_device:
         taken.live_nbytes = sum((places.nbytes - _nbytes_by_device(tensors, chosen)).values())
@@ -296,19 +312,24 @@ def _copy_on_device(
     if known != (chosen, order):  # else these are the tensors of the last save, in its order
         segments = _lay_out_segments(tensors, _in_order(chosen, order))
         taken.derived["segments"] = (chosen, order), segments
+    try:
+        packed = list(map(PackedCopies.of, segments))
+    except torch.OutOfMemoryError:
+        if staging != "auto":
+            raise
+        # What is free may be in pieces, or in use since it was asked for.
+        _copy_on_device(taken, places, staging, optimizers, order, dict.fromkeys(places.nbytes, 0))
+        return
     way = "device" if not taken.live_nbytes else "overlap" if taken.guarded else "host"
-    copied = dict.fromkeys(places.nbytes, 0)
-    for each in segments:
-        copied[each.device] += each.nbytes
-    taken.derived["copied"] = copied
-    for device, nbytes in copied.items():
+    for device in places.nbytes:
+        here = [each for each in packed if each.layout.device == device]
+        nbytes = sum([each.layout.nbytes for each in here])
         taken.stays = taken.stays and nbytes <= _ROOM_TO_STAY * free[device]
         taken.choice += f"; {device}: " if taken.choice else f"{way}: "
         taken.choice += f"{format_size(nbytes)} copied on the device, of {format_size(free[device])} free there"
-        packed = [PackedCopies.of(each) for each in segments if each.device == device]
-        taken.events[device] = _queue_copies(device, tensors, packed)
-        taken.packed += packed
-        taken.copied += [(device.index or 0, flat.data_ptr(), flat.data_ptr() + flat.nbytes) for _, flat in packed]
+        taken.events[device] = _queue_copies(device, tensors, here)
+        taken.copied += [(device.index or 0, flat.data_ptr(), flat.data_ptr() + flat.nbytes) for _, flat in here]
+    taken.packed += packed
     taken.copied.sort()
     if taken.live_nbytes:
         taken.choice += f", {format_size(taken.live_nbytes)} to the host"
@@ -464,7 +485,7 @@ def _chosen_for_copy(
     for row in reversed(_in_order(sorted(late), order)):
         device = tensors[row].device
         taken[device] += tensors[row].nbytes
-        if device not in _without_room(taken, free):
+        if taken[device] <= _ROOM * free[device]:  # the first that does not fit leaves no room for those before it
             chosen.append(row)
     return sorted(chosen), True
 
@@ -481,19 +502,21 @@ def _without_room(wanted: Counter[torch.device], free: Mapping[torch.device, int
     return {device for device, nbytes in wanted.items() if nbytes > _ROOM * free[device]}
 
 
-def _free_nbytes(device: torch.device, wanted_nbytes: int, earlier_nbytes: int) -> int:
+def _free_nbytes(device: torch.device, wanted_nbytes: int, left_nbytes: int) -> int:
     """
     Return the free memory of a device, without torch's cache, which the next forward needs again; 0 if unknown.
 
-    If little is free, beside what is wanted, then the `earlier_nbytes` that the copies of the last save took count as free too,
-    as far as they are in the cache.
+    If little is free, beside what is wanted, then the `left_nbytes` that the copies of the last save left in the cache count too, as
+    far as so much is unused there.
     """
     module: Any = torch.get_device_module(device)
-    free = int(module.mem_get_info(device)[0]) if hasattr(module, "mem_get_info") else 0
-    if wanted_nbytes <= _ROOM_TO_STAY * free or not earlier_nbytes:
+    if not hasattr(module, "mem_get_info"):
+        return 0
+    free = int(module.mem_get_info(device)[0])
+    if wanted_nbytes <= _ROOM_TO_STAY * free or not left_nbytes or not hasattr(module, "memory_reserved"):
         return free
-    cached: int = module.memory_reserved(device) - module.memory_allocated(device)
-    return free + min(earlier_nbytes, cached)
+    unused: int = module.memory_reserved(device) - module.memory_allocated(device)
+    return free + min(left_nbytes, unused)
 
 
 class StepBarrier:

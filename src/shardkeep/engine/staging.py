@@ -101,7 +101,7 @@ class Staging:
         lent = self._queue if live is None else list(filter(live, every))
         self._unread = {window.key: window.nbytes for window in lent if window.key not in self._ahead}
         self._all_read = threading.Event()
-        self._live = {window.key for window in lent if window.key in self._ahead}
+        self._live_ahead = {window.key for window in lent if window.key in self._ahead}
         self.nbytes = sum(window.nbytes for window in lent)
         """How much is copied after the call, of what the caller may change then."""
         self.count = len(self._queue)
@@ -183,7 +183,7 @@ class Staging:
                 streams = _streams_after(self._after)
                 for stream in streams.values():
                     current.enter_context(stream)
-                live = set(self._live)
+                live = set(self._live_ahead)
                 for window in self._queue:
                     if not live and not self._unread and not self.queued.done():
                         self._release_state(streams)
@@ -257,8 +257,9 @@ class Staging:
         end = job.start[rows.stop] if rows.stop < len(job.start) else job.data_nbytes
         for row in rows if end <= window.stop else rows[:-1]:
             job.scattered.pop(row, None)
-        with self._lock:
-            self._noted_nbytes += window.nbytes
+        if window.key in self._live_ahead:
+            with self._lock:
+                self._noted_nbytes += window.nbytes
 
     def _settle(self, future: Future[T], result: T) -> bool:
         """Set the result of a future, unless something has failed."""
@@ -338,6 +339,7 @@ class BackgroundWrite:
             self.barrier.open({})
             if self.snapshot.arena is not None:
                 self._memory.arenas.give(self.snapshot.arena)
+            self.snapshot.note_left_in_cache()
             self.snapshot = DeviceSnapshot([])
 
     def copy_on_host(self) -> bool:
@@ -395,13 +397,12 @@ class BackgroundWrite:
         arena = snapshot.arena.address if snapshot.arena else 0
         arena_end = arena + (snapshot.arena.view.nbytes if snapshot.arena else 0)
 
-        def is_live(job: FileJob, rows: range) -> bool:
-            """Return whether some of these rows of a file are in the caller's memory."""
+        def reads_callers_memory(job: FileJob, rows: range) -> bool:
             sources = [job.scattered[row] for row in rows if row in job.scattered]
             held = job.address[rows.start : rows.stop]
             outside = (held != 0) & ((held < arena) | (held >= arena_end))
-            lent = bool(snapshot.lent) and (bool(outside.any()) or any(each.accelerator is None for each in sources))
-            return lent or any(map(snapshot.is_live, sources))
+            on_host = bool(snapshot.lent) and (bool(outside.any()) or any(each.accelerator is None for each in sources))
+            return on_host or any(map(snapshot.is_live, sources))
 
         ahead: Callable[[Window], bool] | None = None
         if writer:  # what the other process does not see
@@ -409,7 +410,7 @@ class BackgroundWrite:
         elif snapshot.lent and not snapshot.events:
             ahead = lambda _window: False  # noqa: E731 - writers have memory of their own
         if snapshot.live_nbytes:  # first the files that staging waits for
-            jobs.sort(key=lambda job: not is_live(job, range(len(job.start))))
+            jobs.sort(key=lambda job: not reads_callers_memory(job, range(len(job.start))))
         staging = Staging(
             windows_in_turn(jobs, window_nbytes, threads),
             ring=self._memory.ring,
@@ -418,7 +419,7 @@ class BackgroundWrite:
             wanted=self._handle.wanted,
             urgent=snapshot.live_nbytes > 0,
             ahead=ahead,
-            live=(lambda window: is_live(window.job, window.rows)) if snapshot.live_nbytes else None,
+            live=(lambda window: reads_callers_memory(window.job, window.rows)) if snapshot.live_nbytes else None,
         )
         self._set_limits(staging)
         staging.queued.add_done_callback(lambda it: self.barrier.open({} if it.exception() else it.result()))

@@ -290,7 +290,7 @@ def windows_for(
                 taken.append((ring, buffer))
                 free.extend(buffer.view[at * nbytes : (at + 1) * nbytes] for at in range(per_buffer))
             if staging and not free:
-                taken.append((staging.arenas, buffer := staging.arenas.take(nbytes)))
+                taken.append((staging.arenas, buffer := staging.arenas.take(nbytes, nbytes)))
                 free.append(buffer.view[:nbytes])
             return free.pop() if free else _window(nbytes)
 

@@ -235,7 +235,9 @@ def _ref(numbers: IntArray) -> _Part:
 
 def _whole(numbers: IntArray) -> _Part:
     least, most = int(numbers.min(initial=0)), int(numbers.max(initial=0))
-    return *_opcode_of(max(most, -1 - least, 1 << 16) if least < 0 else most), numbers  # which then has a sign
+    if least < 0:  # opcodes of up to two bytes have no sign
+        most = max(most, -1 - least, 1 << 16)
+    return *_opcode_of(most), numbers
 
 
 def _int(number: int) -> bytes:

@@ -61,6 +61,8 @@ class KeptDescriptions:
 
     def __init__(self) -> None:
         self.forms: KeptForms = []
+        self.without_elements: set[str] = set()
+        """Names of tensors that torch's layout stores apart, because they had no elements."""
         self._kept: list[tuple[list[OrdinaryLeaves], Description]] = []
 
     def find(self, keys: list[str], leaves: Sequence[Any]) -> Description | None:
@@ -85,6 +87,7 @@ class KeptDescriptions:
 
     def clear(self) -> None:
         self.forms = []
+        self.without_elements = set()
         self._kept = []
 
 

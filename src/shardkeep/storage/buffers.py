@@ -21,7 +21,12 @@ ALIGNMENT = max(4096, mmap.PAGESIZE)
 """Direct I/O needs offsets, lengths and addresses that are multiples of this."""
 
 _SMALL_COPY_BYTES = 64 << 10
-_FEW, _COPIED_APART_NBYTES, _COPIED_AT_ONCE_NBYTES = 32, 16 << 10, 256 << 10
+_FEW = 32
+"""For fewer pieces, numpy takes longer than a copy of each."""
+_COPIED_APART_NBYTES = 16 << 10
+"""Numpy copies larger pieces more slowly than a copy of each."""
+_COPIED_AT_ONCE_NBYTES = 256 << 10
+"""Numpy copies pieces to memory of its own on the way, which stays in the cache up to this size."""
 
 _from_memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _from_memory.restype = ctypes.py_object
@@ -47,14 +52,18 @@ def copy_alike(targets: Addresses, sources: Addresses, nbytes: int) -> None:
         for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
             view_memory(target, nbytes)[:] = view_memory(source, nbytes)
         return
-    (to, here), (of, there) = (_elements(each, nbytes) for each in (targets, sources))
-    step = _COPIED_AT_ONCE_NBYTES // nbytes  # what is copied on the way stays in the cache
-    for at in range(0, len(to), step):
-        here[to[at : at + step]] = there[of[at : at + step]]
+    (target_at, target), (source_at, source) = (_elements(each, nbytes) for each in (targets, sources))
+    step = _COPIED_AT_ONCE_NBYTES // nbytes
+    for at in range(0, len(target_at), step):
+        target[target_at[at : at + step]] = source[source_at[at : at + step]]
 
 
 def _elements(addresses: Addresses, nbytes: int) -> tuple[Addresses, npt.NDArray[np.void]]:
-    """Return all elements of a size, one at every address from the lowest of these on, and which of them are at these."""
+    """
+    Return the numbers of the elements at these addresses, and an array with an element at every address from the lowest of these on.
+
+    Between these addresses there may be no memory: only these elements may be touched.
+    """
     first = int(addresses.min())
     memory = view_memory(first, int(addresses.max()) - first + nbytes)
     return addresses - first, np.ndarray(len(memory) - nbytes + 1, f"V{nbytes}", memory, strides=(1,))

@@ -450,7 +450,11 @@ class KeptNames:
         self._found: dict[str, tuple[tuple[int, ...], base.Names]] = {}
 
     def of(self, path: str) -> tuple[base.Names, Sequence[os.DirEntry[str]]]:
-        """Return the directories and files of a directory, and what is neither, such as links; nothing where there is none."""
+        """
+        Return the directories and files of a directory, and what is neither, such as links; nothing where there is none.
+
+        A listing with links is not kept, so one that was kept has none.
+        """
         now_ns = time.clock_gettime_ns(_REALTIME_COARSE) if sys.platform.startswith("linux") else 0
         try:
             status = os.stat(path)

@@ -266,9 +266,9 @@ class DefaultSave(SaveLayout):
         return RankFiles(jobs, lambda: self._complete(jobs, where))
 
     def _complete(self, jobs: list[FileJob], where: IntArray) -> WrittenFiles:
-        store, entries = self.store, list[FileEntry]()
+        store, entries, by_name = self.store, list[FileEntry](), {job.name: job for job in jobs}
         try:
-            for job in jobs:
+            for job in map(by_name.__getitem__, self._written):  # `where` counts files so, whatever was written first
                 sums, encoded = encode_sums(job.data_nbytes, job.block_nbytes, bytes(job.digests))
                 store.put(f"{job.name}{SUMS_SUFFIX}", encoded, replace=True)
                 entries.append(FileEntry(name=job.name, header_nbytes=0, **sums._asdict()))
@@ -428,27 +428,42 @@ def _describe_values(flat: dict[str, Any]) -> tuple[Description, npt.NDArray[np.
             items.append((_SentItem(key), value))
         else:
             open_value(key)
+    kept, empty = kept_plans().descriptions, set[str]()
+    if kept.without_elements:  # those of earlier saves are known, or else the state would be described twice each time
+        named = {key: value for key, value in tensors.items() if key in kept.without_elements}
+        empty = {key for key, value in named.items() if isinstance(value, torch.Tensor) and not value.numel()}
     while True:
-        try:
-            description = describe_leaves(tensors, kept=kept_plans().descriptions)
-        except (UnsupportedLeaf, InvalidShards) as error:
-            refused = [str(error.details.get("key"))]
-            if type(tensors.get(refused[0])) in (ShardedBox, type(None)):
-                raise
-        else:
-            refused = [description.keys[at] for at in np.flatnonzero(~description.shape.all(axis=1))]
-        if not refused:
-            return description, _flags_of(description, list(tensors.values()), flags), items
-        for key in refused:
+        for key in empty & tensors.keys():
             del tensors[key]
+        try:
+            description = describe_leaves(tensors, kept=kept)
+        except (UnsupportedLeaf, InvalidShards) as error:
+            refused = str(error.details.get("key"))
+            if type(tensors.get(refused)) in (ShardedBox, type(None)):
+                raise
+            del tensors[refused]
+            open_value(refused)
+            continue
+        found = {description.keys[at] for at in np.flatnonzero(~description.shape.all(axis=1))}
+        if not found:
+            break
+        kept.without_elements |= found
+        empty |= found
+    for key in flat if empty else ():
+        if key in empty:
             open_value(key)
+    return description, _flags_of(description, list(tensors.values()), flags), items
 
 
 def _flags_of(d: Description, leaves: Sequence[Any], known: Mapping[str, int]) -> npt.NDArray[np.uint8]:
     """Return the flags of described values; those of values that were taken apart are known."""
     flags, rows = np.zeros(len(leaves), np.uint8), len(d.pieces)
     # A tensor that requires a gradient is never a piece itself, because pieces are detached.
-    same = np.fromiter(map(is_, leaves, d.pieces), np.bool_, rows) if rows == len(leaves) else flags > 0
+    same = (
+        np.fromiter(map(is_, leaves, d.pieces), np.bool_, rows)
+        if rows == len(leaves)
+        else np.zeros(len(leaves), np.bool_)
+    )
     asked = [at for at in np.flatnonzero(~same).tolist() if d.keys[at] not in known]
     flags[[at for at in asked if leaves[at].requires_grad]] = _REQUIRES_GRAD
     if torch.accelerator.current_accelerator() is not None:  # other builds of torch pin no memory
