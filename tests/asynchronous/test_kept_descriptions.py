@@ -118,7 +118,7 @@ CHANGES = {
 @pytest.mark.parametrize("kind", CHANGES)
 def test_every_change_is_noticed(kind, how, monkeypatch):
     """After a save of a state that has changed since, the checkpoint is the one of a process that knows nothing."""
-    monkeypatch.setattr("shardkeep.state.leaves._BLOCK", 3)
+    monkeypatch.setattr("shardkeep.state.leaves.TENSORS_IN_CACHE", 3)
     changed, fresh, again = state(), sk.MemoryStore(), sk.MemoryStore()
     for _ in range(2):
         SAVES[how](changed, sk.MemoryStore())

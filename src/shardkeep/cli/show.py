@@ -47,7 +47,7 @@ def show(args: argparse.Namespace) -> int:
         return _show_prefix(checkpoint, [item, *others], args)
     found = checkpoint[args.key]
     if item.is_tensor:
-        return (_show_tensor if args.slice is None else _show_slice)(checkpoint, item, found, args)
+        return _show_tensor(checkpoint, item, found, args) if args.slice is None else _show_slice(item, found, args)
     if args.slice is not None:
         raise out.UsageError(f"{item.key!r} is a value, not a tensor: it has no slices")
     if args.json:
@@ -73,7 +73,7 @@ def _parse_part(part: str, text: str) -> Any:
         raise out.UsageError(f"--slice {text!r}: {part!r} is not an index", hint=hint) from None
 
 
-def _show_slice(_: Checkpoint, item: Item, stored: StoredTensor, args: argparse.Namespace) -> int:
+def _show_slice(item: Item, stored: StoredTensor, args: argparse.Namespace) -> int:
     index = parse_slice(args.slice)
     try:
         picks = parse_index(item.key, item.shape, index)

@@ -143,7 +143,7 @@ class Rendezvous:
         self._silent: dict[int, str] = {}
         self._left = False
         self._cut = False
-        # On rank 0: logs that nobody reads any more.
+        # On rank 0: logs that it has read, which are still to be deleted.
         self._stale: list[str] = []
         # Key and length of rank 0's last reply, if those who go on from it are all that read it.
         self._last_out: tuple[str, int] | None = None
@@ -268,7 +268,7 @@ class Rendezvous:
         for entry in sorted(entries, key=lambda entry: entry[0] == _LEFT):
             messages[int.from_bytes(entry[1:5], "little")] = entry[5:]
 
-    def _drop_stale(self, mailbox: KVMailbox, most: int) -> None:
+    def _drop_stale(self, mailbox: KVMailbox, most: int | None = None) -> None:
         """Delete logs that were read. Deleting them at once would make all ranks wait."""
         for key in self._stale[:most]:
             mailbox.drop_log(key)
@@ -482,7 +482,7 @@ class Rendezvous:
         parted, present, out = f"{self._call}/parted", self._present, self._last_out
 
         def errand(mailbox: KVMailbox) -> None:
-            self._drop_stale(mailbox, len(self._stale))
+            self._drop_stale(mailbox)
             if self._world.rank > 0:
                 if mailbox.count(parted) == present and out:
                     mailbox.drop(parted)
@@ -496,7 +496,7 @@ class Rendezvous:
                 mailbox.drop(parted)
             if self._left:  # the others sent what rank 0 did not wait for
                 self._stale += self._logs(self._step - 1)
-                self._drop_stale(mailbox, len(self._stale))
+                self._drop_stale(mailbox)
 
         # What was agreed on is valid, even if the store is unreachable now.
         with contextlib.suppress(StoreUnreachable):

@@ -26,8 +26,8 @@ from shardkeep.engine.pools import WINDOW_NBYTES, Buffer, BufferPool, StagingMem
 from shardkeep.engine.queue import SaveHandle
 from shardkeep.engine.report import SaveEvents
 from shardkeep.engine.snapshot import DeviceSnapshot, Events, StepBarrier
-from shardkeep.engine.workers import budget_for_store
-from shardkeep.engine.writer import FileJob, Window, gather, windows_in_turn, write_files
+from shardkeep.engine.workers import WorkerBudget, budget_for_store
+from shardkeep.engine.writer import FileJob, Take, Window, gather, windows_in_turn, write_files
 from shardkeep.errors import SaveCancelled
 from shardkeep.options import Options, available_memory, collector_paused, cores, local_ranks
 from shardkeep.storage.base import WritableStore
@@ -391,9 +391,8 @@ class BackgroundWrite:
             return
         budget_for = writer.budget if writer else partial(budget_for_store, store)
         budget = budget_for(threads, self._options.host_budget_bytes, coded=coded)
-        threads, window_nbytes = budget.threads, budget.window_nbytes
         if snapshot.events and not writer:
-            window_nbytes = WINDOW_NBYTES
+            budget = budget._replace(window_nbytes=WINDOW_NBYTES)
         arena = snapshot.arena.address if snapshot.arena else 0
         arena_end = arena + (snapshot.arena.view.nbytes if snapshot.arena else 0)
 
@@ -412,7 +411,7 @@ class BackgroundWrite:
         if snapshot.live_nbytes:  # first the files that staging waits for
             jobs.sort(key=lambda job: not reads_callers_memory(job, range(len(job.start))))
         staging = Staging(
-            windows_in_turn(jobs, window_nbytes, threads),
+            windows_in_turn(jobs, budget.window_nbytes, budget.threads),
             ring=self._memory.ring,
             pool=self._memory.windows,
             after=snapshot.events,
@@ -427,17 +426,8 @@ class BackgroundWrite:
         began_s = self._events.phases.now()
         total = sum(job.data_nbytes for job in jobs)
         report = self._reporting(lambda: None if staging.copied.done() else staging.nbytes_copied)
-        # The writer process has a memory budget of its own for what it copies on the way.
-        scope = CancelScope(budget=None if writer else budget.room, wanted=self._handle.wanted)
-        write = partial(
-            write_files, jobs=jobs, threads=threads, window_nbytes=window_nbytes, scope=scope, on_written=report
-        )
         with staging.running():
-            if writer:
-                create = partial(writer.create, codecs, budget.room_nbytes)
-                write(store, create=create, put=partial(writer.put, staging.take))
-            else:
-                write(codecs.over(store) if codecs else store, take=staging.take)
+            self._write_files(store, jobs, codecs, writer, budget, take=staging.take, on_written=report)
         if staging.nbytes:
             self._events.phases.add("stage", began_s, self._copied_s, staging.nbytes_copied)
         self._handle.set_progress("committing", staged=total, written=total, total=total)
@@ -474,20 +464,39 @@ class BackgroundWrite:
                     _record_event(torch.accelerator.current_stream(device)).synchronize()
             yield data
 
-        write_files(
-            codecs.over(store) if codecs and not writer else store,
-            jobs,
+        report = self._reporting(lambda: None)
+        self._write_files(store, jobs, codecs, writer, budget, take=take, on_written=report, after=events)
+        self._handle.set_progress("committing", staged=total, written=total, total=total)
+
+    def _write_files(
+        self,
+        store: WritableStore,
+        jobs: list[FileJob],
+        codecs: FileCodecs | None,
+        writer: WriterSession | None,
+        budget: WorkerBudget,
+        *,
+        take: Take,
+        on_written: Callable[[int, int], None],
+        after: Events | None = None,
+    ) -> None:
+        """Write what `take` gives, or have the writer process do that, which has a memory budget of its own for its copies."""
+        write = partial(
+            write_files,
+            jobs=jobs,
             threads=budget.threads,
             window_nbytes=budget.window_nbytes,
             scope=CancelScope(budget=None if writer else budget.room, wanted=self._handle.wanted),
-            take=take,
-            put=partial(writer.put, take) if writer else None,
-            create=partial(writer.create, codecs, budget.room_nbytes) if writer else None,
-            on_written=self._reporting(lambda: None),
-            after=events,
-            staging=self._memory if writer else None,
+            on_written=on_written,
+            after=after,
         )
-        self._handle.set_progress("committing", staged=total, written=total, total=total)
+        if writer:
+            create = partial(writer.create, codecs, budget.room_nbytes)
+            # Without `after`, windows are staged already, and those of its threads are not used.
+            shared = None if after is None else self._memory
+            write(store, create=create, put=partial(writer.put, take), staging=shared)
+        else:
+            write(codecs.over(store) if codecs else store, take=take)
 
     def _reporting(self, copying: Callable[[], int | None]) -> Callable[[int, int], None]:
         """Return what is called after each window that is written. `copying`: how much is copied; None: all of it."""

@@ -31,7 +31,7 @@ from shardkeep.format.boxes import (
     stripes,
 )
 from shardkeep.state.describe import Description
-from shardkeep.state.leaves import overlaps_itself
+from shardkeep.state.leaves import TENSORS_IN_CACHE, overlaps_itself
 from shardkeep.storage.buffers import address_of, view_memory
 
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -54,8 +54,8 @@ def host_address(tensor: torch.Tensor) -> int:
 
 def host_addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
     found: list[int] = []
-    for at in range(0, len(tensors), 512):  # so few stay in the cache of a core from one question to the next
-        some = tensors[at : at + 512]
+    for at in range(0, len(tensors), TENSORS_IN_CACHE):
+        some = tensors[at : at + TENSORS_IN_CACHE]
         plain = all(map(_ON_CPU, some)) and all(map(torch.Tensor.is_contiguous, some))
         found += map(torch.Tensor.data_ptr if plain else host_address, some)
     return found

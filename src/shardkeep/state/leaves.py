@@ -261,13 +261,13 @@ class OrdinaryLeaves(NamedTuple):
     """Of DTensors, of which all the others describe the local tensors; empty if there are none."""
 
 
-_BLOCK = 512
-"""Leaves that are described together: few enough to stay in the cache of a core while one attribute after the other is read."""
+TENSORS_IN_CACHE = 512
+"""Tensors that are looked at together: few enough to stay in the cache of a core while one attribute after the other is read."""
 
 
 def describe_blocks(leaves: Sequence[Any]) -> Iterator[tuple[OrdinaryLeaves, Sequence[torch.Tensor]] | None]:
     """Yield what `describe_ordinary` finds of leaves, and their pieces, for each block; None if a leaf of it is not ordinary."""
-    return (_describe_block(leaves[at : at + _BLOCK]) for at in range(0, len(leaves), _BLOCK))
+    return (_describe_block(leaves[at : at + TENSORS_IN_CACHE]) for at in range(0, len(leaves), TENSORS_IN_CACHE))
 
 
 def _describe_block(leaves: Sequence[Any]) -> tuple[OrdinaryLeaves, Sequence[torch.Tensor]] | None:

@@ -255,7 +255,7 @@ def modules_in(state_dict: Mapping[str, Any]) -> list[nn.Module]:
     """Return the modules of a state, whose buffers are known to be buffers."""
     if {*map(type, state_dict.values())} <= _STATELESS:
         return []
-    return [value for value in state_dict.values() if type(value) not in _STATELESS and isinstance(value, nn.Module)]
+    return [value for value in state_dict.values() if isinstance(value, nn.Module)]
 
 
 # -- writers and planners that several saves use ------------------------------------------------------------------------
